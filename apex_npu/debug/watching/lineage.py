@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,93 +15,65 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from apex_npu.debug.watching.operators import held
 
 Writer = TypeVar("Writer")
-_BEGIN = attrgetter("begin")
 
 
-@dataclass(frozen=True)
-class Span:
-    """A range of bytes in a storage.
-
-    Attributes:
-        begin: The first byte.
-        end: The byte after the last.
-        dense: Whether every byte belongs to an element.
-    """
+class _Write(NamedTuple):
+    """A write of the bytes from ``begin`` to before ``end``; ``order`` counts the writes of the storage."""
 
     begin: int
     end: int
-    dense: bool
-
-    def __contains__(self, other: Span) -> bool:
-        return self.begin <= other.begin and other.end <= self.end
-
-    def overlaps(self, other: Span) -> bool:
-        """Return whether the ranges have bytes in common."""
-        return self.begin < other.end and other.begin < self.end
-
-
-def span_of(tensor: Tensor) -> Span:
-    """Return the bytes of ``tensor``, which is strided and has elements."""
-    size = tensor.element_size()
-    count: int = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = int(tensor.storage_offset()) * size
-    return Span(begin, begin + count * size, count == tensor.numel())
-
-
-@dataclass(frozen=True)
-class _Write(Generic[Writer]):
-    """A write of a span of a storage, and the number of writes of the storage before it."""
-
-    span: Span
     order: int
-    writer: Writer
-
-    @property
-    def begin(self) -> int:
-        """The first byte."""
-        return self.span.begin
+    writer: Any
 
 
-class _Writes(Generic[Writer]):
+class _Writes:
     """The writes of one storage.
 
-    Each list has the writes of spans with lengths below ``2**n`` and not below ``2**(n - 1)``, by their begin, so that
-    a binary search finds those near a span, also if an earlier write covers the whole storage.
+    Each list has the writes of ranges with lengths below ``2**n`` and not below ``2**(n - 1)``, in order, so that a
+    binary search finds those near a range, also if an earlier write covers the whole storage.
     """
 
     def __init__(self) -> None:
-        self._lists: dict[int, list[_Write[Writer]]] = {}
+        self._lists: dict[int, list[_Write]] = {}
         self._count = 0
 
-    def add(self, span: Span, writer: Writer) -> None:
-        """Add a write, which replaces the writes within ``span`` if that is dense."""
-        if span.dense:
+    def add(self, begin: int, end: int, dense: bool, writer: Any) -> None:
+        """Add a write, which replaces the writes within its range if every byte of this belongs to an element."""
+        if dense:
             for writes in self._lists.values():
-                near = _between(writes, span.begin, span.end)
-                writes[near] = [write for write in writes[near] if write.span not in span]
-        writes = self._lists.setdefault((span.end - span.begin).bit_length(), [])
-        insort(writes, _Write(span, self._count, writer), key=_BEGIN)
+                near = _between(writes, begin, end)
+                writes[near] = [write for write in writes[near] if write.end > end]
+        insort(self._lists.setdefault((end - begin).bit_length(), []), _Write(begin, end, self._count, writer))
         self._count += 1
 
-    def overlapping(self, span: Span) -> list[Writer]:
-        """Return the writers of bytes of ``span``, oldest first."""
-        found = [write for writes, near in self._near(span) for write in writes[near] if write.span.overlaps(span)]
-        return [write.writer for write in sorted(found, key=lambda write: write.order)]
+    def overlapping(self, begin: int, end: int) -> list[Any]:
+        """Return the writers of bytes of a range, oldest first."""
+        found = [write for writes, near in self._near(begin, end) for write in writes[near] if write.end > begin]
+        return [write.writer for write in sorted(found, key=attrgetter("order"))]
 
-    def forget(self, span: Span) -> None:
-        """Remove the writes of bytes of ``span``."""
-        for writes, near in self._near(span):
-            writes[near] = [write for write in writes[near] if not write.span.overlaps(span)]
+    def forget(self, begin: int, end: int) -> None:
+        """Remove the writes of bytes of a range."""
+        for writes, near in self._near(begin, end):
+            writes[near] = [write for write in writes[near] if write.end <= begin]
 
-    def _near(self, span: Span) -> Iterator[tuple[list[_Write[Writer]], slice]]:
-        """Yield each list with the slice in which writes may overlap ``span``."""
+    def _near(self, begin: int, end: int) -> Iterator[tuple[list[_Write], slice]]:
+        """Yield each list with the slice in which writes may overlap a range."""
         for n, writes in self._lists.items():
-            yield writes, _between(writes, span.begin - 2**n, span.end)
+            yield writes, _between(writes, begin - 2**n, end)
 
 
-def _between(writes: Sequence[_Write[Writer]], begin: int, end: int) -> slice:
-    """Return the slice of sorted ``writes`` that begin at ``begin`` or later, and before ``end``."""
-    return slice(bisect_left(writes, begin, key=_BEGIN), bisect_left(writes, end, key=_BEGIN))
+def _between(writes: list[_Write], begin: int, end: int) -> slice:
+    """Return the slice of ``writes`` that begin at ``begin`` or later, and before ``end``."""
+    # A shorter tuple comes before all that it is the beginning of.
+    return slice(bisect_left(writes, (begin,)), bisect_left(writes, (end,)))
+
+
+def _range_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of ``tensor``, which is strided and has elements, and the byte after its last."""
+    size = tensor.element_size()
+    last: int = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) * size
+    return begin, begin + (last + 1) * size
 
 
 class Lineage(Generic[Writer]):
@@ -113,7 +84,7 @@ class Lineage(Generic[Writer]):
 
     def __init__(self) -> None:
         """Start with no storage."""
-        self._storages: dict[int, tuple[StorageWeakRef, _Writes[Writer]]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, _Writes]] = {}
         self._until_swept = 1024
 
     def write(self, tensor: Tensor, writer: Writer) -> None:
@@ -121,24 +92,25 @@ class Lineage(Generic[Writer]):
         local = held(tensor)
         if local is None:
             return
-        span, reference = span_of(local), StorageWeakRef(local.untyped_storage())
+        reference = StorageWeakRef(local.untyped_storage())
         if reference.cdata not in self._storages:
             self._sweep()
         _, writes = self._storages.setdefault(reference.cdata, (reference, _Writes()))
-        writes.add(span, writer)
+        begin, end = _range_of(local)
+        writes.add(begin, end, end - begin == local.nbytes, writer)
 
     def writers(self, tensor: Tensor) -> list[Writer]:
         """Return the known writers of bytes of ``tensor``, oldest first."""
         local = held(tensor)
-        return [] if local is None else self._writes(local).overlapping(span_of(local))
+        return [] if local is None else self._writes(local).overlapping(*_range_of(local))
 
     def forget(self, tensor: Tensor) -> None:
         """Remove the writers of ``tensor``, because an operator that is not watched has written to it."""
         local = held(tensor)
         if local is not None:
-            self._writes(local).forget(span_of(local))
+            self._writes(local).forget(*_range_of(local))
 
-    def _writes(self, local: Tensor) -> _Writes[Writer]:
+    def _writes(self, local: Tensor) -> _Writes:
         known = self._storages.get(local.untyped_storage()._cdata)
         return _Writes() if known is None else known[1]
 
