@@ -12,7 +12,7 @@ from devices import DEVICE
 from torch import nn
 
 from apex_npu import amp, optimizers
-from apex_npu.debug.overflow import ranks
+from apex_npu.debug.overflow import explain
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from common import main
@@ -113,7 +113,7 @@ def replay():
 
 
 def on_one_process():
-    ranks._PATIENCE_SECONDS = 0.2
+    explain._PATIENCE_SECONDS = 0.2
     found = tables(overflow_group=dist.group.WORLD, watching=(0,), steps=3)
     assert found == []
 

@@ -901,7 +901,7 @@ def test_the_summary_does_not_advise_what_was_given(capsys):
         optimizer.zero_grad()
         backward(model.encode(batch.to(model.fc.weight.dtype)).float().mean(), optimizer)
         optimizer.step()
-    settings.observer.end_script(True)
+    settings.observer.end_script()
     said = capsys.readouterr().err
     assert said.startswith("--explain-overflows: 2 blocks, 1 skipped step; none was explained: no forward was kept")
     assert "--replay" not in said

@@ -107,7 +107,7 @@ def test_only_the_first_process_prints_though_its_process_group_is_gone(rank, ca
         dist.destroy_process_group()
     steps.end()
     waiting._script_ended()
-    settings.observer.end_script(True)
+    settings.observer.end_script()
     printed = capsys.readouterr()
     amp.debug.explain_overflows(None)
     if rank:

@@ -7,11 +7,14 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import textwrap
+import time
 from collections.abc import Sequence
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,15 +23,18 @@ from apex_npu.backends import is_capturing
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.overflow.causes import identity_of
 from apex_npu.debug.overflow.finder import Finder, present
-from apex_npu.debug.overflow.ranks import Ranks
 from apex_npu.debug.overflow.replay import NO_FORWARD, Replayer
 from apex_npu.debug.overflow.report import OverflowReport
 from apex_npu.debug.text import count
 from apex_npu.debug.watching.operators import followed, gradient_values
 from apex_npu.debug.watching.stream import on_forward
-from apex_npu.distributed.rank_progress import LastRank
+from apex_npu.distributed.rank_progress import LastRank, has_peers, store_for
 
 logger = logging.getLogger("apex_npu.debug")
+
+_LENGTH = 4096
+_PATIENCE_SECONDS = 10.0
+_INTERVAL_SECONDS = 0.05
 
 
 class Explainer(inspect.Observer):
@@ -47,7 +53,7 @@ class Explainer(inspect.Observer):
         self._replays = replay
         self._start: Any = None
         self._error: BaseException | None = None
-        self._ranks, self._rank = Ranks(), LastRank()
+        self._rank, self._asks = LastRank(), True
         self._row = 0
         self._last: list[Any] = []
         self._repeated = 0
@@ -149,10 +155,38 @@ class Explainer(inspect.Observer):
 
     def _tell(self, skip: StepReport, reports: Sequence[OverflowReport]) -> bool:
         """Log the explanation; return False if the cause is not known."""
-        text, is_cause = self._ranks.explain(skip, reports)
+        text, is_cause = self._explanation(skip, reports)
         if text:
             self._log(text, reports)
         return is_cause
+
+    def _explanation(self, skip: StepReport, reports: Sequence[OverflowReport]) -> tuple[str, bool]:
+        """Return the tables of this process, or of the processes with a cause, and whether they say where to look.
+
+        Each process sends its own tables through the processes' rendezvous store; no collective is involved. If no
+        other process answers within ten seconds, they are not asked again.
+        """
+        own = "\n\n".join(str(report) for report in reports if report.overflowed or report.notes)
+        causes = [cause for report in reports for cause in report.causes]
+        is_cause = any(
+            c.operator != "none" for report in reports for c in report.causes if report.reproduced is not False
+        )
+        store = store_for("explain_overflows") if has_peers() else None
+        if store is None:
+            return own, is_cause
+        # All processes skip the same steps: each has counted the same number, and all that watch have explained the
+        # same.
+        key = f"{store.add(str(dist.get_rank()), 1)}/{skip.loss_id}/{skip.skipped_steps}"
+        if any(cause.kind != "ranks" for cause in causes):
+            store.set(f"{key}/{dist.get_rank()}", f"{int(is_cause)}{own}"[:_LENGTH])
+            return own, is_cause
+        told = _ask_others(store, key) if self._asks else {}
+        self._asks = bool(told)
+        if not told:
+            return own, False
+        others = [f"rank {rank}\n{textwrap.indent(text[1:], '  ')}" for rank, text in told.items()]
+        first = own or "the gradients of this process are finite; the step was skipped because of another process"
+        return "\n\n".join([first, *others]), any(text[0] == "1" for text in told.values())
 
     def _log(self, text: str, reports: Sequence[OverflowReport]) -> None:
         """Log ``text``, or only count it if the causes are those of the previous table."""
@@ -179,13 +213,13 @@ class Explainer(inspect.Observer):
             self._replayer.detach()
             self._replayer = None
 
-    def end_script(self, says_nothing: bool) -> None:
-        """Print a summary at the end of the script; without any block, only if ``says_nothing``."""
+    def end_script(self) -> None:
+        """Print a summary at the end of the script; processes that load data print nothing."""
         if inspect.settings.observer is not self:  # the script has ended or replaced it
             return
         self._guarded(self._settle)
         self.close()
-        if not self._rank.rank and (self.blocks or says_nothing):
+        if not self._rank.rank and (self.blocks or parent_process() is None):
             print(f"--explain-overflows: {self._summary()}", file=sys.stderr, flush=True)
 
     def _summary(self) -> str:
@@ -252,6 +286,17 @@ class Explainer(inspect.Observer):
             self.end()
 
 
+def _ask_others(store: Any, key: str) -> dict[int, str]:
+    """Wait for the tables of the other processes; return those that are there at once, by rank."""
+    ranks = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        there = [rank for rank in ranks if store.check([f"{key}/{rank}"])]
+        if there or time.monotonic() > end:
+            return {rank: store.get(f"{key}/{rank}").decode(errors="replace") for rank in there}
+        time.sleep(_INTERVAL_SECONDS)
+
+
 def explain_overflows(after: int | None = 2, times: int = 20, *, replay: bool = False) -> None:
     """From now on, after some skipped steps in a row, watch the next iteration and log why its step is skipped.
 
@@ -301,5 +346,4 @@ def explain_script(after: int, *, replay: bool) -> None:
     explain_overflows(after, replay=replay)
     explainer = inspect.settings.observer
     assert isinstance(explainer, Explainer)
-    is_first = parent_process() is None  # processes that load data print nothing
-    Finalize(None, lambda: explainer.end_script(is_first), exitpriority=0)
+    Finalize(None, explainer.end_script, exitpriority=0)
