@@ -107,22 +107,17 @@ def explain_skip(optimizer: Optimizer, report: StepReport, alarms: bool, is_verb
             *(name, which, report.scale_before),
         )
     if alarms:
-        logger.error("%s: %s", name, _explain_skips(report, bad, total))
+        if bad and len(bad) < total:
+            where = f"the gradients of {listed(bad)} are not finite, and all others are, so look at these layers"
+        elif bad:
+            where = f"the gradients of all {total} parameters are not finite, so look at the loss itself"
+        else:
+            where = "the gradients are finite now; look at the loss itself"
+        logger.error(
+            "%s: %s steps in a row have been skipped, because gradients held inf or nan; the scale of loss %s is down "
+            "to %s. In the last backward, %s. Possible causes: a logarithm, root or division at 0, a learning rate "
+            "that has already ruined the weights, nan in the data. To find the operation, run an iteration in `with "
+            "amp.debug.find_overflow(model) as found:`, and print(found)",
+            *(name, report.skips_in_a_row, report.loss_id, report.scale_after, where),
+        )
         watch_next_iteration()
-
-
-def _explain_skips(report: StepReport, bad: Sequence[str], total: int) -> str:
-    """Return advice after many skipped steps; in the last one, ``bad`` of ``total`` gradients were not finite."""
-    if bad and len(bad) < total:
-        where = f"the gradients of {listed(bad)} are not finite, and all others are, so look at these layers"
-    elif bad:
-        where = f"the gradients of all {total} parameters are not finite, so look at the loss itself"
-    else:
-        where = "the gradients are finite now; look at the loss itself"
-    return (
-        f"{report.skips_in_a_row} steps in a row have been skipped, because gradients held inf or nan; the scale of "
-        f"loss {report.loss_id} is down to {report.scale_after}. In the last backward, {where}. Possible causes: a "
-        "logarithm, root or division at 0, a learning rate that has already ruined the weights, nan in the data. "
-        "To find the operation, run an iteration in `with amp.debug.find_overflow(model) as found:`, and "
-        "print(found)"
-    )

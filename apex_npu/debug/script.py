@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from multiprocessing import parent_process
@@ -105,11 +105,9 @@ class GradientRangePart(Part):
 
 
 class WatchingPart(Part):
-    """A part that opens a watching context, and leaves it when the script opens one itself."""
+    """A part that opens a watching context, which ``make`` creates, and leaves it when the script opens one itself."""
 
-    def make(self) -> Any:
-        """Create the context, a ``check_operators`` or ``record``."""
-        raise NotImplementedError
+    make: Callable[[], Any]
 
     def begin(self, module: nn.Module | None, args: Any) -> None:
         if module is not None and not Stream.is_open() and dispatch_modes():
@@ -129,9 +127,7 @@ class CheckOperatorsPart(WatchingPart):
     """The diagnostic that checks the operators of a step."""
 
     option = "--check-operators"
-
-    def make(self) -> check_operators:
-        return check_operators()
+    make = check_operators
 
     def end(self, is_complete: bool) -> object:
         why = f"\n{self.option} has ended because {_OPENS}" if self._context.stream is None else ""
@@ -147,10 +143,7 @@ class RecordPart(WatchingPart):
     def __init__(self, first: int, path: str) -> None:
         """Record step ``first`` to the file ``path``."""
         super().__init__(first, first + 1)
-        self._path = path
-
-    def make(self) -> record:
-        return record(self._path)
+        self.make = lambda: record(path)
 
     def end(self, is_complete: bool) -> object:
         why = "" if is_complete else "the script ended before the step did"

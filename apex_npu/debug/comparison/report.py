@@ -140,15 +140,17 @@ class Comparison:
 
     def to_text(self, rows: int = 20) -> str:
         """Return the text that ``print`` shows, with at most ``rows`` rows."""
-        return "\n".join([*self.notes, *self._verdict(), "", *self._summary(), *self._table(rows)])
+        return self._text(rows)
+
+    def _text(self, rows: int, *, places: bool = False) -> str:
+        return "\n".join([*self.notes, *self._verdict(), "", *self._summary(), *self._table(rows, places)])
 
     def __str__(self) -> str:
         return self.to_text()
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained page with the text, all rows and their lines of code into a file."""
-        rows = self._table(len(self.rows), places=True)
-        text = "\n".join([*self.notes, *self._verdict(), "", *self._summary(), *rows])
+        text = self._text(len(self.rows), places=True)
         with open(path, "w", encoding="utf-8") as file:
             file.write(_PAGE.format(title=escape(self._title()), text=escape(text)))
 
@@ -222,17 +224,15 @@ class Comparison:
 
     def _summary(self) -> Iterator[str]:
         """Yield the lines about the files and the number of matched rows."""
-        width = max(map(len, self.names))
         roles = ("reference", "candidate", "floor")
-        for role, name, about in zip(roles, self.names, self.about, strict=False):
-            yield f"{role:9}  {name:{width}}  {about}"
+        yield from aligned(list(zip(roles, self.names, self.about, strict=False)), left=3)
         counts = Counter(row.kind for row in self.rows)
         yield f"matched: {', '.join(f'{counts[kind]} {plural}' for kind, plural in _PLURAL.items())}"
         for side, titles in self.unmatched.items():
             if titles:
                 yield f"only in the {side}, or more often: {listed(titles, '; ')}"
 
-    def _table(self, count: int, *, places: bool = False) -> Iterator[str]:
+    def _table(self, count: int, places: bool) -> Iterator[str]:
         """Yield the ``count`` rows with the largest ratio, or error without a floor; ``places``: with lines of code."""
 
         def size(row: ComparedRow) -> tuple[bool, float]:

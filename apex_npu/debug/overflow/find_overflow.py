@@ -56,13 +56,13 @@ class find_overflow(WatchingContext):
         """Check the models."""
         super().__init__(models)
         self._replay = replay
-        self._finder: Finder | Replayer | None = None
 
     def __enter__(self) -> Overflows:
         if self._replay and policy() is None:
             raise RuntimeError("find_overflow(replay=True) repeats steps of amp: call amp.initialize first")
         models = self.models_to_watch()
-        finder = self._finder = Replayer() if self._replay else Finder(models)
+        finder = Replayer() if self._replay else Finder(models)
+        self._finder: Finder | Replayer = finder
         observe(finder)
         if isinstance(finder, Replayer):
             finder.follow(models)
@@ -71,13 +71,9 @@ class find_overflow(WatchingContext):
         return finder.found
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        finder, self._finder = self._finder, None
-        if finder is None:
-            return
-        if isinstance(finder, Replayer):
-            finder.detach()
-            leave(finder)
-            return
-        finder.stream.detach()
-        leave(finder)
-        finder.examine_rest(interrupted=kind is not None)
+        leave(self._finder)
+        if isinstance(self._finder, Replayer):
+            self._finder.detach()
+        else:
+            self._finder.stream.detach()
+            self._finder.examine_rest(interrupted=kind is not None)

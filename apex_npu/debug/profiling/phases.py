@@ -18,21 +18,17 @@ BEFORE_FORWARD, ELSEWHERE = "before forward", "elsewhere"
 # The host waits when it reads a number from the device, or a shape that depends on device data.
 _READING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
 _INDEXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}
-_SYNCHRONIZING = {"cudaDeviceSynchronize"}
 
 
 @dataclass
 class Event:
-    """An operator or a range that has run on the host.
+    """An operator or a range that has run on the host; times are in microseconds.
 
-    name: The name in the trace.
-    begin: The start, in microseconds.
-    end: The end, in microseconds.
-    thread: The id of the thread.
-    outermost: Whether the event is an operator that no other operator has called.
-    own: The time of the event without the events inside it, in microseconds.
-    copies: Whether the event copies between the host and a device.
-    waits: Whether the host waits for a device during the event.
+    Attributes:
+        outermost: Whether the event is an operator that no other operator has called.
+        own: The time of the event without the events inside it.
+        copies: Whether the event copies between the host and a device.
+        waits: Whether the host waits for a device during the event.
     """
 
     name: str
@@ -161,7 +157,7 @@ def events_of(profiler: Any) -> tuple[list[Event], list[Kernel]]:
 
 def _transfers(node: Any) -> tuple[bool, bool]:
     """Return whether an event copies between the host and a device, and whether the host waits for a device."""
-    if node.name in _SYNCHRONIZING:
+    if node.name == "cudaDeviceSynchronize":
         return False, True
     if node.name != "aten::copy_" and node.name not in _READING and node.name not in _INDEXING:
         return False, False

@@ -130,24 +130,19 @@ class profile:
             write(profiler)
 
     def __str__(self) -> str:
-        return table_of(self._found) if self._found.count else "nothing was recorded yet"
-
-
-def table_of(found: Steps) -> str:
-    """Return a table with a line for each phase, the most expensive operators, and the advice."""
-    on_device = found.idle is not None
-    heads = ["phase", "ms", "share", "operators", "copies", "waits"] + (["kernels", "device ms"] if on_device else [])
-    total = replace(found.phase(""), name="all", ms=found.ms, share=100.0)
-    rows = [heads, *(_cells(phase, on_device) for phase in (*found.phases, total))]
-    shown = found.operators[:_SHOWN]
-    lines = [f"{count(found.count, 'step')} of {found.ms:.3g} ms; the values are averages of one step", ""]
-    lines += aligned(rows)
-    lines += ["", "copies: between the host and a device; waits: of the host for a device"]
-    if found.idle is not None:
-        lines.append(f"the device computes nothing for {found.idle:.1f} % of the time")
-    lines += ["", "the most expensive operators, each without those that it calls"]
-    lines += aligned([["operator", "ms", "calls"], *([o.name, f"{o.ms:.3f}", _number(o.calls)] for o in shown)])
-    return "\n".join([*lines, "", f"advice: {advice_of(found)}"])
+        found, on_device = self._found, self.idle is not None
+        if not found.count:
+            return "nothing was recorded yet"
+        heads = ["phase", "ms", "share", "operators", "copies", "waits", *(["kernels", "device ms"] * on_device)]
+        total = replace(found.phase(""), name="all", ms=found.ms, share=100.0)
+        lines = [f"{count(found.count, 'step')} of {found.ms:.3g} ms; the values are averages of one step", ""]
+        lines += aligned([heads, *(_cells(phase, on_device) for phase in (*self.phases, total))])
+        lines += ["", "copies: between the host and a device; waits: of the host for a device"]
+        if on_device:
+            lines.append(f"the device computes nothing for {self.idle:.1f} % of the time")
+        lines += ["", "the most expensive operators, each without those that it calls"]
+        rows = [[one.name, f"{one.ms:.3f}", _number(one.calls)] for one in self.operators[:_SHOWN]]
+        return "\n".join([*lines, *aligned([["operator", "ms", "calls"], *rows]), "", f"advice: {self.advice}"])
 
 
 def _cells(phase: Phase, on_device: bool) -> list[str]:
