@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from apex_npu import amp, optimizers
 from apex_npu.amp.session import current
 from apex_npu.backends._torch_private import dispatch_modes
-from apex_npu.debug.model_report.flops import flops_of
+from apex_npu.debug.model_report.tally import flops_of
 from apex_npu.debug.script import FirstForward
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")

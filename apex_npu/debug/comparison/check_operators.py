@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from apex_npu.backends import for_device
 from apex_npu.backends._torch_private import tree_map
 from apex_npu.debug.text import first_line, fitted, name_of, where_of
 from apex_npu.debug.watching.calls import Call, Located
 from apex_npu.debug.watching.opening import WatchingContext
 from apex_npu.debug.watching.operators import Execution, followed, tensors_in
-from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.second_opinion import call_on_host, copied, widen
-from apex_npu.debug.watching.stream import Consumer, Stream
+from apex_npu.debug.watching.stream import Consumer
+from apex_npu.debug.watching.trail import saturating
 
 # The CPU's own kernel is called for errors above the first number, in units of the coarsest dtype's eps. An operator is
 # blamed for an error above the second, in multiples of the error that this kernel or the dtype explains.
@@ -117,8 +116,9 @@ class Check(Consumer):
 
     reads = True
 
-    def __init__(self, seconds: float) -> None:
-        """Create a check for which the host computes for about ``seconds``."""
+    def __init__(self, models: Sequence[nn.Module], seconds: float) -> None:
+        """Create a check of ``models``, for which the host computes for about ``seconds``."""
+        super().__init__(models)
         self.found = CheckedOperators()
         self._seconds = self._left = seconds
 
@@ -254,14 +254,13 @@ class check_operators(WatchingContext):
 
     def __enter__(self) -> CheckedOperators:
         models = self.models_to_watch()
-        devices = {p.device for model in models for p in model.parameters() if p.device.type != "meta"}
-        if any(for_device(device).saturates() for device in devices):
+        if saturating(models):
             raise RuntimeError(
                 "check_operators does not support devices that saturate, such as this one, because a saturated "
                 "result looks like a wrong one: use find_overflow instead"
             )
-        self._check = Check(self._seconds)
-        self.stream = Stream(Names(models), self._check)
+        self._check = Check(models, self._seconds)
+        self.stream = self._check.stream
         self.stream.attach()
         return self._check.found
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.inspect import adopted_inside
 from apex_npu.amp.policy import Policy
-from apex_npu.backends._torch_private import is_fake, tree_leaves
+from apex_npu.backends._torch_private import tree_leaves
 from apex_npu.fusion import MASTER_PARAM, EncodedView
 from apex_npu.ops import LOW_PRECISION
 from apex_npu.optimizers import FusedOptimizer, NpuFusedAdam
@@ -38,16 +38,13 @@ class Memory:
     states: dict[str, int] = field(default_factory=dict)
 
 
-# The numbers of state tensors that are shown if no optimizer is given, without counts of steps.
-USUAL = {"SGD with momentum": 1, "Adam": 2}
-
 # For each optimizer and parameter, by names: the elements of the state in the dtype of the stepped tensor, and the
 # bytes of all else, such as a count of steps.
 Sizes = dict[str, dict[str, tuple[int, int]]]
 
 
 def measure(model: nn.Module, policy: Policy, sizes: Sizes) -> Memory:
-    """Return the memory of ``model``, converted for ``policy``, after a backward; its tensors may have only sizes."""
+    """Return the memory of ``model``, converted for ``policy``, after a backward; its tensors have only sizes."""
     found = Memory(states=dict.fromkeys(sizes, 0))
     for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
         found.parameters[tensor.dtype] += tensor.nbytes
@@ -58,7 +55,9 @@ def measure(model: nn.Module, policy: Policy, sizes: Sizes) -> Memory:
         if stepped != param.dtype:
             found.masters[stepped] += param.numel() * stepped.itemsize
         if param.grad is not None:
-            found.gradients[stepped] += _bytes_of(name, param.grad) // param.dtype.itemsize * stepped.itemsize
+            if param.grad.layout == torch.sparse_coo:
+                raise NotImplementedError(f"the number of rows of the sparse gradient of {name}")
+            found.gradients[stepped] += param.grad.numel() * stepped.itemsize
         for optimizer, of in sizes.items():
             if name in of:
                 elements, others = of[name]
@@ -66,18 +65,10 @@ def measure(model: nn.Module, policy: Policy, sizes: Sizes) -> Memory:
     return found
 
 
-def _bytes_of(name: str, grad: Tensor) -> int:
-    if grad.layout != torch.sparse_coo:
-        return grad.nbytes
-    if is_fake(grad):
-        raise NotImplementedError(f"the number of rows of the sparse gradient of {name} is not known without values")
-    return grad._indices().nbytes + grad._values().nbytes
-
-
 def usual_sizes(model: nn.Module) -> Sizes:
-    """Return the state sizes of SGD with momentum and of Adam."""
-    named = list(model.named_parameters())
-    return {title: {name: (n * p.numel(), 0) for name, p in named} for title, n in USUAL.items()}
+    """Return the state sizes of SGD with momentum and of Adam, without counts of steps."""
+    named, titles = list(model.named_parameters()), {"SGD with momentum": 1, "Adam": 2}
+    return {title: {name: (n * p.numel(), 0) for name, p in named} for title, n in titles.items()}
 
 
 def sizes_of(optimizer: Optimizer, model: nn.Module) -> Sizes:

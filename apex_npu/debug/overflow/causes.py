@@ -327,11 +327,14 @@ def _of_math(call: Call) -> tuple[str, str]:
 
 def _of_underflow(call: Call) -> tuple[str, str]:
     assert call.vanished is not None
-    what, dtype, operator, place = call.vanished
-    name, where = name_of(dtype), "" if place is None else f" at {place}"
+    what, rounding = call.vanished
+    dtype = rounding.dtype
+    assert dtype is not None
+    name = name_of(dtype)
+    where = rounding.operator + ("" if rounding.place is None else f" at {rounding.place}")
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     return (
-        f"an input is 0 because {what} is 0 in {name}, whose smallest number is {least:.2g}: see {operator}{where}",
+        f"an input is 0 because {what} is 0 in {name}, whose smallest number is {least:.2g}: see {where}",
         f"an eps that {name} holds, such as 1e-4, in the line that adds it or as eps= of its function; or cast the "
         "inputs of these lines with .float(), at O1 within amp.disable_casts(); or use bfloat16 (opt_level O4, O5)",
     )

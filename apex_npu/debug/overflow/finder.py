@@ -14,16 +14,14 @@ from torch.optim import Optimizer
 
 from apex_npu.amp import StepReport
 from apex_npu.amp.inspect import Observer, are_averaged, gradients, loss_scale, optimizers, stepped
-from apex_npu.backends import for_device
 from apex_npu.debug.overflow.causes import SENTENCES, Finding, Kind, Scale, find_causes, without_operator
 from apex_npu.debug.overflow.report import OverflowReport, Overflows, note_skip
 from apex_npu.debug.text import name_of
 from apex_npu.debug.watching.operators import count_bad, followed, gradient_values, is_finite, vanishing_number_in
-from apex_npu.debug.watching.places import Names
 from apex_npu.debug.watching.trail import Trail
 from apex_npu.ops import LOW_PRECISION
 
-OF_STATIC_SCALE = (
+_OF_STATIC_SCALE = (
     "look at the iterations before: under a static loss scale steps are applied whatever their gradients are. "
     'loss_scale="dynamic" skips such steps, so that their cause is found; explain_overflows(replay=True), or --replay, '
     "finds it in the first of them"
@@ -62,9 +60,7 @@ class Finder(Observer):
         """Create a finder that names the modules and parameters of ``models`` in its reports."""
         self.found = Overflows()
         self._models = list(models)
-        params = [p for model in models for p in model.parameters()]
-        devices = [d for d in dict.fromkeys(p.device for p in params) if d.type != "meta" and for_device(d).saturates()]
-        self.trail = Trail(Names(models), devices)
+        self.trail = Trail(models)
         self.stream = self.trail.stream
         self._loss: Tensor | None = None
         self._optimizers: list[Optimizer] = []
@@ -156,10 +152,9 @@ class Finder(Observer):
 
     def _advised(self, cause: Finding) -> Finding:
         """Add to ``cause``, weights that are not finite, what is known of the step that wrote them."""
-        eps = _vanished_eps()
-        if eps or self._loss is None or self.dynamic:
+        if (eps := _vanished_eps()) or self._loss is None or self.dynamic:
             return replace(cause, advice=eps + cause.advice)
-        return replace(cause, advice=OF_STATIC_SCALE)
+        return replace(cause, advice=_OF_STATIC_SCALE)
 
     def examine(self, report: OverflowReport, results: Sequence[Tensor], gradients: Gradients) -> None:
         """Fill ``report`` from ``gradients`` and from ``results``, the final results of forward such as the loss."""

@@ -43,16 +43,7 @@ Run: TypeAlias = tuple[Forward, dict[int, Tensor]]
 
 @dataclass(eq=False)
 class Block:
-    """A ``scale_loss`` block whose gradients no step has taken yet.
-
-    Attributes:
-        loss_id: The block's ``loss_id``.
-        loss: The block's loss, without its graph.
-        optimizers: The block's optimizers.
-        scale: The loss scale.
-        dynamic: Whether the loss scale is dynamic.
-        runs: The forwards, in the order of backward.
-    """
+    """A ``scale_loss`` block whose gradients no step has taken yet, with its ``runs`` in the order of backward."""
 
     loss_id: int
     loss: Tensor

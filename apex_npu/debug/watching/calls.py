@@ -60,19 +60,10 @@ class Leaf(NamedTuple):
 
 
 class Vanished(NamedTuple):
-    """A number or a result that became 0, because its dtype is too small for it.
-
-    Attributes:
-        what: The number or the result, in words.
-        dtype: The dtype that is too small.
-        operator: The operator that rounded it.
-        place: The line that calls the operator.
-    """
+    """``what``, a number or a result in words, that ``call`` has rounded to 0, because its dtype is too small."""
 
     what: str
-    dtype: torch.dtype
-    operator: str
-    place: Place | None
+    call: Call
 
 
 @dataclass(eq=False)
@@ -136,13 +127,7 @@ class Call:
 
 
 class Result(NamedTuple):
-    """A result of a call.
-
-    Attributes:
-        call: The call.
-        is_bad: Whether the result was not finite; None if it is not known yet, as for a collective.
-        largest: The largest magnitude.
-    """
+    """A result of ``call``, its largest magnitude, and whether it was not finite (None for that of a collective)."""
 
     call: Call
     is_bad: bool | None

@@ -27,7 +27,6 @@ _ALLOCATIONS = {
 # These operators write all of their first operand and do not read it.
 _OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
 # A dispatch mode sees this as one operator, but its kernel calls bmm, which autocast casts.
-_CALLING_CAST = {"aten::affine_grid_generator"}
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
@@ -138,7 +137,7 @@ def results_of(operator: Operator, returned: Any, given: Arguments) -> list[Tens
 
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` from a dispatch mode, with the same autocasting as without the mode."""
-    if func._schema.name not in _CALLING_CAST:
+    if func._schema.name != "aten::affine_grid_generator":  # which calls a cast
         return func(*args, **kwargs)
     with autocast_within():
         return func(*args, **kwargs)
@@ -156,23 +155,21 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
-def nonfinite_number_in(value: Any) -> bool:
-    """Return whether an argument is or contains a number that is inf or nan."""
+def numbers_in(value: Any) -> Iterator[float]:
+    """Yield the floating numbers in an argument: in sequences, and the parts of complex ones."""
     if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, complex):
-        return not (math.isfinite(value.real) and math.isfinite(value.imag))
-    return isinstance(value, (list, tuple)) and any(map(nonfinite_number_in, value))
+        yield value
+    elif isinstance(value, complex):
+        yield from (value.real, value.imag)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from numbers_in(item)
 
 
 def vanishing_number_in(value: Any, dtype: torch.dtype) -> float | None:
     """Return a nonzero number in an argument that ``dtype`` rounds to 0; None if there is none."""
-    if isinstance(value, float):
-        info = torch.finfo(dtype)
-        return value if 0.0 < abs(value) <= info.smallest_normal * info.eps / 2 else None
-    if isinstance(value, (list, tuple)):
-        return next((n for item in value if (n := vanishing_number_in(item, dtype)) is not None), None)
-    return None
+    info = torch.finfo(dtype)
+    return next((n for n in numbers_in(value) if 0.0 < abs(n) <= info.smallest_normal * info.eps / 2), None)
 
 
 def held(tensor: Any) -> Tensor | None:

@@ -75,15 +75,6 @@ class Place:
 
 
 @functools.cache
-def _folder_of_device(device_type: str) -> str:
-    """Return the folder of the package of an out-of-tree device, whose operators may be written in Python."""
-    module = getattr(torch, device_type, None)
-    package = sys.modules.get(getattr(module, "__name__", "").partition(".")[0])
-    file = getattr(package, "__file__", None)
-    return _TORCH if file is None else os.path.join(os.path.dirname(file), "")
-
-
-@functools.cache
 def _kind_of(file: str, function: str) -> Caller | bool:
     """Return True for the user's and installed packages' files, False for files to pass over, or a ``Caller``."""
     if file.startswith(_TORCH) and function == "_engine_run_backward":
@@ -94,7 +85,11 @@ def _kind_of(file: str, function: str) -> Caller | bool:
         return Caller.OPTIMIZER
     if file.startswith(_AMP) and not file.startswith(_PART_OF_THE_GRAPH):
         return Caller.AMP
-    if file.startswith((_TORCH, _OWN, _folder_of_device(privateuse1_device_type()), "<")):
+    # The package of an out-of-tree device may have operators that are written in Python.
+    module = getattr(torch, privateuse1_device_type(), None)
+    package = getattr(sys.modules.get(getattr(module, "__name__", "").partition(".")[0]), "__file__", None)
+    of_device = _TORCH if package is None else os.path.join(os.path.dirname(package), "")
+    if file.startswith((_TORCH, _OWN, of_device, "<")):
         return False
     return file.startswith(_PACKAGES) or not file.startswith(_LIBRARY)
 

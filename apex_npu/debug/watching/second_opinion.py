@@ -81,10 +81,10 @@ def widen(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def ask(ran: Execution, *, saturated: bool = False) -> Opinion:
-    """Call an operator again in float64; ``saturated``: whether any result may stand for inf or nan."""
+def ask(ran: Execution, *, of_all: bool = False) -> Opinion:
+    """Call an operator again in float64; with ``of_all``, all elements of the results count as not finite."""
     try:
-        return _compare(call_on_host(ran, ran.before), ran.results(), saturated)
+        return _compare(call_on_host(ran, ran.before), ran.results(), of_all)
     except _FAILURES as error:
         return Opinion(reason=described(error))
 
@@ -100,14 +100,6 @@ def stays_bad(ran: Execution, mended: set[int]) -> bool | None:
     except _FAILURES:
         return None
     return not all(bool(t.isfinite().all()) for t in results if t.dtype.is_floating_point)
-
-
-def largest_of(ran: Execution) -> float:
-    """Return the largest magnitude of the results in float64; 0 if they cannot be computed."""
-    try:
-        return max((float(t.abs().max()) for t in call_on_host(ran, ran.before) if t.numel()), default=0.0)
-    except _FAILURES:
-        return 0.0
 
 
 def copied(value: Any) -> Any:
@@ -134,7 +126,7 @@ def call_on_host(ran: Execution, given: Arguments, convert: Callable[[Any], Any]
     return results_of(operator, returned, (tuple(placed), named))
 
 
-def _compare(exact: list[Tensor], results: list[Tensor], saturated: bool) -> Opinion:
+def _compare(exact: list[Tensor], results: list[Tensor], of_all: bool) -> Opinion:
     if len(exact) != len(results):
         return Opinion(reason="float64 gives another number of results")
     largest, is_finite = float("nan"), True
@@ -144,7 +136,7 @@ def _compare(exact: list[Tensor], results: list[Tensor], saturated: bool) -> Opi
         if true.shape != result.shape:
             return Opinion(reason=f"shape {list(true.shape)} instead of {list(result.shape)} in float64")
         values = true.detach().abs()
-        if not saturated:
+        if not of_all:
             values = values[~result.detach().cpu().isfinite()]
         finite = values[values.isfinite()]
         is_finite &= finite.numel() == values.numel()

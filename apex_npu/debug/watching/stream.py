@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,12 +37,17 @@ class Consumer:
     """The receiver of a ``Stream``'s events; a method that is not overridden does nothing.
 
     Attributes:
+        names: The names of the models.
         stream: The stream that reports to it.
         reads: Whether it reads operands as they were before the call; operands that are written are then copied.
     """
 
-    stream: Stream
     reads = False
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Create a stream of ``models`` that reports to this consumer."""
+        self.names = Names(models)
+        self.stream = Stream(self.names, self)
 
     def begins(self, module: nn.Module, args: Any) -> None:
         """Handle the start of the forward of ``module``, which no other watched forward encloses."""
@@ -84,7 +89,6 @@ class Stream(TorchDispatchMode):
         """Report the operators of models with ``names`` to ``consumer``."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.names, self._consumer = names, consumer
-        consumer.stream = self
         self.suspended = False
         self.scale = 1.0
         self.calls = 0

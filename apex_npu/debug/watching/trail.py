@@ -12,21 +12,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from apex_npu.backends import Backend, for_device
 from apex_npu.debug.watching.calls import Call, Input, Leaf, Result, Vanished
 from apex_npu.debug.watching.lineage import Lineage
 from apex_npu.debug.watching.operators import (
     Execution,
     followed,
     is_finite,
-    nonfinite_number_in,
+    numbers_in,
     ranges_of,
     tensors_in,
     vanishing_number_in,
 )
-from apex_npu.debug.watching.places import Names
-from apex_npu.debug.watching.saturation import Saturation
-from apex_npu.debug.watching.second_opinion import ask, largest_of, stays_bad
-from apex_npu.debug.watching.stream import Consumer, Stream
+from apex_npu.debug.watching.second_opinion import ask, stays_bad
+from apex_npu.debug.watching.stream import Consumer
 
 # The name of a tensor that is no argument of a module and that no operator has written.
 GIVEN = "a tensor given from outside"
@@ -37,22 +36,81 @@ _KEPT_BAD = 1_000
 _ELEMENTWISE = {"mul", "mul_", "pow", "pow_", "square", "square_", "div", "div_", "exp", "exp_", "sigmoid", "prod"}
 
 
+def saturating(models: Sequence[nn.Module]) -> list[torch.device]:
+    """Return the devices of ``models`` on which a result that overflows is the largest number and raises a flag."""
+    devices = dict.fromkeys(p.device for model in models for p in model.parameters())
+    return [device for device in devices if device.type != "meta" and for_device(device).saturates()]
+
+
+class Saturation:
+    """The overflow flags of devices where a result that overflows is the largest number and raises a flag.
+
+    The results are finite, so whatever reads them inherits the fault. amp finds the flag as if nothing had watched.
+    Elsewhere there are no such devices: a result that overflows is inf, and no method has an effect.
+
+    Attributes:
+        saturates: Whether there are such devices.
+        raised: Whether a flag was raised since amp last cleared it.
+        constants: The calls with inf or nan among their own arguments, such as masks, which do not count as overflows.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        """Set the ``devices`` that saturate; empty if none does."""
+        self._devices: list[tuple[torch.device, Backend]] = [(device, for_device(device)) for device in devices]
+        self.saturates = bool(devices)
+        self.raised = False
+        self.constants: list[Call] = []
+
+    def read(self) -> bool:
+        """Return whether the flag is raised, clear it, and remember it for amp."""
+        raised = [backend.overflow_flag(device) for device, backend in self._devices]
+        if any(raised):
+            self.raised = True
+            self.clear()
+        return any(raised)
+
+    def hand_back(self) -> None:
+        """Raise the flag if an operator has raised it since amp last cleared it."""
+        if self.raised:
+            self.raised = False
+            for device, _ in self._devices:
+                torch.full((1,), 65504.0, dtype=torch.float16, device=device).mul_(2)
+
+    def clear(self) -> None:
+        """Clear the flag, because a diagnostic operator may have raised it."""
+        for device, backend in self._devices:
+            backend.clear_overflow_flag(device)
+
+    def limit(self, tensor: Tensor) -> float:
+        """Return the smallest magnitude in ``tensor`` that counts as not finite."""
+        return torch.finfo(tensor.dtype).max if self.saturates and tensor.dtype.is_floating_point else math.inf
+
+    def goes_on(self, call: Call, is_bad: bool | None) -> bool | None:
+        """Return whether readers of a result of ``call`` inherit its fault; ``is_bad``: the result is not finite."""
+        return call.is_bad or bool(call.causes) if self.saturates else is_bad
+
+    def excuses(self, call: Call) -> bool:
+        """Return whether ``call`` is not an overflow although its result is not finite."""
+        if not (self.saturates and call.from_constant):
+            return False
+        self.constants.append(call)
+        return True
+
+
 class Trail(Consumer):
     """Reads the range of each result, and explains each result that is not finite.
 
     Attributes:
-        stream: The stream that reports the operators.
         overflows: How overflows appear on the device.
         bad: The last calls with a result that is not finite, in order.
     """
 
     reads = True
 
-    def __init__(self, names: Names, saturating: Sequence[torch.device] = ()) -> None:
-        """Watch models with ``names``; on devices ``saturating``, an overflow gives the largest number and a flag."""
-        self.stream = Stream(names, self)
-        self.names = names
-        self.overflows = Saturation(saturating)
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Watch ``models``."""
+        super().__init__(models)
+        self.overflows = Saturation(saturating(models))
         self.bad: deque[Call] = deque(maxlen=_KEPT_BAD)
         self._bad_given: set[int] = set()
         self._lineage: Lineage[Result] = Lineage()
@@ -171,10 +229,10 @@ class Trail(Consumer):
         self._find_inputs(call, ran)
         if call.causes or call.leaves:
             call.inputs = []
-        elif any(nonfinite_number_in(value) for _, value in ran.operands()):
+        elif not all(math.isfinite(number) for _, value in ran.operands() for number in numbers_in(value)):
             call.from_constant = True
         else:
-            call.opinion = ask(ran, saturated=saturated)
+            call.opinion = ask(ran, of_all=saturated)
             if not (call.opinion.is_finite or call.opinion.reason):
                 call.vanished = self._vanished_before(ran)
 
@@ -185,8 +243,7 @@ class Trail(Consumer):
         for name, value in ran.operands():
             number = vanishing_number_in(value, call.dtype)
             if number is not None:
-                what = f"{number:g} ({name} of {ran.operator.plain})"
-                return Vanished(what, call.dtype, call.operator, call.place)
+                return Vanished(f"{number:g} ({name} of {ran.operator.plain})", call)
         return None
 
     def _vanished_before(self, ran: Execution) -> Vanished | None:
@@ -199,12 +256,8 @@ class Trail(Consumer):
         inputs = [self._lineage.writers(tensor) for _, tensor in ran.tensors_read()]
         if not inputs or not all(results and results[-1].largest for results in inputs):
             return None
-        largest = largest_of(ran)
-        if not largest:
-            return None
-        assert call.dtype is not None
-        what = f"the result of {ran.operator.plain}, at most {largest:.2g},"
-        return Vanished(what, call.dtype, call.operator, call.place)
+        largest = ask(ran, of_all=True).largest
+        return Vanished(f"the result of {ran.operator.plain}, at most {largest:.2g},", call) if largest > 0.0 else None
 
     def _follow_saturation(self, call: Call, ran: Execution) -> None:
         """Add to ``call`` the saturated inputs, which are finite numbers by now."""
