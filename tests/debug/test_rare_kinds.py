@@ -233,7 +233,7 @@ def test_an_operand_that_there_is_no_memory_to_copy(monkeypatch):
         h = h.clone().mul_(300.0)
         return h * 300 * 300  # fault: after it
 
-    monkeypatch.setattr(stream, "_kept", kept)
+    monkeypatch.setattr(stream, "kept", kept)
     found = watched(*small("O2", run=run), lambda model, scaled_loss: scaled_loss.backward())
     (cause,) = found.causes
     assert (cause.kind, cause.operator, cause.line) == ("overflow", "aten::mul", MARKED["after it"])

@@ -219,13 +219,11 @@ class Recorder(Consumer, Observer):
 
     # ---- modules ---------------------------------------------------------------------------------------------------
 
-    def begins(self, module: nn.Module, args: Any) -> None:
-        name = self.names.of_module(module) or type(module).__name__
+    def begins(self, given: Sequence[tuple[str, Tensor]]) -> None:
         # All are looked at before one is noted: the memory of two slices may overlap.
-        given = [(i, self._unwritten(tensor)) for i, argument in enumerate(args) for tensor in tensors_in(argument)]
-        for i, held in given:
+        for name, held in [(name, self._unwritten(tensor)) for name, tensor in given]:
             if held is not None:
-                self._note_given(f"argument {i} of {name}", held)
+                self._note_given(name, held)
 
     def ended(self, module: nn.Module, output: Any) -> None:
         name = self.names.of_module(module)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from apex_npu.backends._torch_private import autocast_within, has_python_dispatch
+from apex_npu.backends._torch_private import autocast_within, has_python_dispatch, tree_map
 from apex_npu.debug.watching.places import Caller, Place
 from apex_npu.fusion.shards import local_part
 
@@ -133,6 +133,25 @@ def results_of(operator: Operator, returned: Any, given: Arguments) -> list[Tens
         if name in operator.written:
             found += tensors_in(value)
     return list({id(t): t for t in found}.values())
+
+
+def kept(operator: Operator, given: Arguments) -> Arguments:
+    """Return the arguments, with copies of those that are both read and written."""
+    if not operator.written or all(operator.written.values()):
+        return given
+
+    def copied(value: Any) -> Any:
+        local = followed(value) if isinstance(value, Tensor) else None
+        return value if local is None else local.detach().clone()
+
+    args, kwargs = given
+    with torch.no_grad():
+        # An argument that is overwritten is not read.
+        copies = {
+            name: value if operator.written.get(name, True) else tree_map(copied, value)
+            for name, value in operator.operands(args, kwargs)
+        }
+    return tuple(copies[name] for name in operator.arguments[: len(args)]), {n: copies[n] for n in kwargs}
 
 
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,11 +22,10 @@ from apex_npu.backends._torch_private import (
     labelled,
     pop_mode,
     sequence_number,
-    tree_map,
 )
 from apex_npu.debug.text import first_line
 from apex_npu.debug.watching.calls import Call, NotReplayedError, Phase
-from apex_npu.debug.watching.operators import Arguments, Execution, Operator, call_operator, followed, operator_of
+from apex_npu.debug.watching.operators import Execution, Operator, call_operator, kept, operator_of, tensors_in
 from apex_npu.debug.watching.places import Caller, ModuleStack, Names, Place, calling_line
 
 # The number of forward calls that are remembered, because their backward refers to them.
@@ -49,8 +48,8 @@ class Consumer:
         self.names = Names(models)
         self.stream = Stream(self.names, self)
 
-    def begins(self, module: nn.Module, args: Any) -> None:
-        """Handle the start of the forward of ``module``, which no other watched forward encloses."""
+    def begins(self, given: Sequence[tuple[str, Tensor]]) -> None:
+        """Handle the start of a forward that no other encloses; ``given`` are its tensors, with names in words."""
 
     def ended(self, module: nn.Module, output: Any) -> None:
         """Handle the end of the forward of ``module``."""
@@ -173,7 +172,8 @@ class Stream(TorchDispatchMode):
                 self.when_over()
                 return
             self._backward_seen = False
-            self._consumer.begins(module, args)
+            of = f"of {self.names.of_module(module) or type(module).__name__}"
+            self._consumer.begins([(f"argument {i} {of}", t) for i, arg in enumerate(args) for t in tensors_in(arg)])
         self._modules.push(module, autograd_node())
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -215,7 +215,7 @@ class Stream(TorchDispatchMode):
         with self._lock:
             self._consumer.before()
             try:
-                before = _kept(operator, given) if self._consumer.reads else given
+                before = kept(operator, given) if self._consumer.reads else given
             except RuntimeError as error:  # the base class of OutOfMemoryError
                 self.not_measured[f"{operator.name}: {first_line(error)}"] += 1
                 returned = call_operator(func, args, kwargs)
@@ -285,25 +285,6 @@ class Stream(TorchDispatchMode):
             if call.operator.rpartition(":")[2].replace("_", "") == plain:
                 return call
         return known[0] if known else None
-
-
-def _kept(operator: Operator, given: Arguments) -> Arguments:
-    """Return the arguments, with copies of those that are both read and written."""
-    if not operator.written or all(operator.written.values()):
-        return given
-
-    def kept(value: Any) -> Any:
-        local = followed(value) if isinstance(value, Tensor) else None
-        return value if local is None else local.detach().clone()
-
-    args, kwargs = given
-    with torch.no_grad():
-        # An argument that is overwritten is not read.
-        copies = {
-            name: value if operator.written.get(name, True) else tree_map(kept, value)
-            for name, value in operator.operands(args, kwargs)
-        }
-    return tuple(copies[name] for name in operator.arguments[: len(args)]), {n: copies[n] for n in kwargs}
 
 
 def on_forward(call: Callable[[nn.Module, Any], object]) -> Any:

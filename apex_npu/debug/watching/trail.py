@@ -142,18 +142,16 @@ class Trail(Consumer):
             if known.is_leaf and known.grad is not None:
                 self._gradients.write(known.grad, self.names.of_tensor(known) or "")
 
-    def begins(self, module: nn.Module, args: Any) -> None:
+    def begins(self, given: Sequence[tuple[str, Tensor]]) -> None:
         self._note_gradients()
-        for i, argument in enumerate(args):
-            for tensor in tensors_in(argument):
-                if followed(tensor) is not None:
-                    name = self.names.of_module(module) or type(module).__name__
-                    self._arguments[tensor.untyped_storage()._cdata] = f"argument {i} of {name}"
+        for name, tensor in given:
+            if followed(tensor) is not None:
+                self._arguments[tensor.untyped_storage()._cdata] = name
         if self.overflows.saturates:  # nothing spreads: find the inputs that are not finite before the first operator
             self.overflows.read()
             with torch.no_grad():
-                given = (followed(tensor) for tensor in [*self.names.tensors, *tensors_in(args)])
-                unwritten = [t for t in given if t is not None and not self._lineage.writers(t)]
+                known = (followed(tensor) for tensor in [*self.names.tensors, *(tensor for _, tensor in given)])
+                unwritten = [t for t in known if t is not None and not self._lineage.writers(t)]
                 self._bad_given |= {t.untyped_storage()._cdata for t in unwritten if self.is_bad(t)}
 
     # ---- operators -------------------------------------------------------------------------------------------------
@@ -213,7 +211,7 @@ class Trail(Consumer):
         return not all(abs(end) < limit for end in self.ranges_of([tensor])[0])
 
     def ranges_of(self, tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
-        """Call ``ranges.ranges_of``, and clear the overflow flag if reading inf may have raised it."""
+        """Call ``operators.ranges_of``, and clear the overflow flag if reading inf may have raised it."""
         found = ranges_of(tensors)
         if not all(map(is_finite, found)):
             self.overflows.clear()
