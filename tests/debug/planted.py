@@ -55,6 +55,12 @@ class Fault:
         found = {k: v[level] if isinstance(v, dict) else v for k, v in expected.items()}
         return {**found, "line": (marked or MARKED).get(self.marks.get(level, self.name))}
 
+    def check(self, found: Any, level: str, marked: dict[str, int] | None = None) -> None:
+        """``found`` has this fault and no other."""
+        expected = self.at(level, marked)
+        assert [{key: getattr(cause, key) for key in expected} for cause in found.causes] == [expected], str(found)
+        assert found.causes[0].tensor == self.tensor or self.tensor is None
+
 
 def marked_lines(file: str) -> dict[str, int]:
     """The numbers of the lines that end with a comment ``fault: name``, by the name."""

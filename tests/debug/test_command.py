@@ -143,10 +143,16 @@ def test_nothing_is_set_before_all_options_are_checked(script, looked, capsys, t
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("text", ["10", "3:3", "a:b"])
-def test_a_wrong_variable(text, script, monkeypatch, capsys):
-    monkeypatch.setenv("APEX_NPU_PROFILE", text)
-    assert f"APEX_NPU_PROFILE='{text}': give A:B" in refused(capsys, "run", script)
+@pytest.mark.parametrize(
+    ("name", "text", "form"),
+    [
+        *(("PROFILE", text, "A:B") for text in ("10", "3:3", "a:b", "x", "1:", ":2", "-1", "1:2:3")),
+        *(("RECORD", text, "STEP:FILE") for text in ("x", "3", "3:", ":a.pt", "-1:a.pt")),
+    ],
+)
+def test_a_wrong_variable(name, text, form, script, monkeypatch, capsys):
+    monkeypatch.setenv(f"APEX_NPU_{name}", text)
+    assert f"APEX_NPU_{name}='{text}': give {form}" in refused(capsys, "run", script)
 
 
 @pytest.mark.parametrize("words", [["--force", "--help"], ["--model-report", "-h", "s.py"]])

@@ -41,9 +41,7 @@ def test_planted(fault, level, optimizer, options):
     model, made, _ = planted.set_up(fault, level, optimizer, **options)
     with amp.debug.find_overflow(model) as found:
         planted.iterate(fault, model, made)
-    expected = fault.at(level)
-    assert [{key: getattr(cause, key) for key in expected} for cause in found.causes] == [expected], str(found)
-    assert found.causes[0].tensor == fault.tensor or fault.tensor is None
+    fault.check(found, level)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +54,7 @@ def test_planted_elsewhere(fault, level):
     model, made, _ = planted.set_up(fault, level, torch.optim.SGD)
     with amp.debug.find_overflow(model) as found:
         planted.iterate(fault, model, made)
-    expected = fault.at(level, planted_more.MARKED)
-    assert [{key: getattr(cause, key) for key in expected} for cause in found.causes] == [expected], str(found)
-    assert found.causes[0].tensor == fault.tensor or fault.tensor is None
+    fault.check(found, level, planted_more.MARKED)
 
 
 @pytest.fixture

@@ -454,18 +454,12 @@ def test_what_collectives_return_is_there_later(tmp_path):
     assert torch.equal(forward[0].values, 2 * x.flatten())
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda path: amp.debug.record(path, samples=0), ValueError, "samples must be a positive integer, .* got 0"),
-        (lambda path: amp.debug.record(path, samples=True), ValueError, "samples must be .* got True"),
-        (lambda path: amp.debug.record(path, samples=2.5), ValueError, "samples must be .* got 2.5"),
-        (lambda path: amp.debug.record(path / "no" / "a.pt"), FileNotFoundError, "there is no folder .*no'; make it"),
-    ],
-)
-def test_bad_input(call, error, message, tmp_path):
-    with pytest.raises(error, match=message):
-        call(tmp_path / "a.pt" if "no" not in call.__code__.co_consts else tmp_path)
+def test_bad_input(tmp_path):
+    for samples in (0, True, 2.5):
+        with pytest.raises(ValueError, match=f"samples must be a positive integer, .* got {samples}"):
+            amp.debug.record(tmp_path / "a.pt", samples=samples)
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*no'; make it"):
+        amp.debug.record(tmp_path / "no" / "a.pt")
     assert not (tmp_path / "a.pt").exists()
 
 

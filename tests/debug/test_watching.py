@@ -259,18 +259,13 @@ def grid(x):
     return torch.nn.functional.affine_grid(x[None, :2], [1, 1, 4, 4], align_corners=False)
 
 
-@pytest.mark.parametrize("watch", ["find_overflow", "record", "check_operators"])
+@pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("function", [product, pytest.param(grid, marks=needs("affine_grid"))])
-def test_operators_whose_kernels_call_others_that_are_cast(watch, function, tmp_path):
+def test_operators_whose_kernels_call_others_that_are_cast(context, function):
     model, _ = set_up(lambda: torch.nn.Linear(3, 3), "O1")
     x = torch.randn(3, 3, device=DEVICE)
     once = function(x)
-    context = {
-        "find_overflow": lambda: amp.debug.find_overflow(model),
-        "record": lambda: amp.debug.record(tmp_path / "run.pt", model),
-        "check_operators": lambda: amp.debug.check_operators(model),
-    }[watch]
-    with context():
+    with context(model):
         watched = function(x)
     assert watched.dtype == once.dtype
     assert torch.equal(watched, once)
