@@ -12,19 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apex_npu.amp.inspect import check_incoming, check_thread, trial
+from apex_npu.amp.inspect import adopted_inside, check_incoming, check_thread, trial
 from apex_npu.amp.policy import OPT_LEVELS, Policy, resolve
 from apex_npu.backends._torch_private import tree_leaves
 from apex_npu.debug.model_report.copies import every_tensor, fake_copies, leaves_of_graph, without_gradients
-from apex_npu.debug.model_report.memory import Sizes, choices_of, measure, sizes_of, usual_sizes
-from apex_npu.debug.model_report.table import LevelReport, ModelReport
+from apex_npu.debug.model_report.table import LevelReport, Memory, ModelReport
 from apex_npu.debug.model_report.tally import Tally
 from apex_npu.debug.text import described, name_of
 from apex_npu.debug.watching.kept_state import KeptState
 from apex_npu.debug.watching.opening import inside_of
+from apex_npu.fusion import MASTER_PARAM, EncodedView
 from apex_npu.fusion.shards import is_sharded
+from apex_npu.ops import LOW_PRECISION
+from apex_npu.optimizers import FusedOptimizer, NpuFusedAdam
+from apex_npu.optimizers.memory_choices import MemoryChoice, memory_choices
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
+
+# For each optimizer and parameter, by names: the elements of the state in the dtype of the stepped tensor, and the
+# bytes of all else, such as a count of steps.
+_Sizes = dict[str, dict[str, tuple[int, int]]]
 
 
 class _Refused(ValueError):
@@ -98,7 +105,7 @@ def report(
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        sizes = usual_sizes(model) if optimizer is None else sizes_of(optimizer, model)
+        sizes = _usual_sizes(model) if optimizer is None else _sizes_of(optimizer, model)
         try:
             results = [_try(policy, device_types, model, given, loss, sizes) for policy in policies.values()]
         except _Refused:
@@ -114,7 +121,7 @@ def report(
         sum(p.numel() for p in model.parameters()),
         [f"{name_of(t.dtype)} {list(t.shape)}" for t in tensors],
         {one.level: one for one in results},
-        choices_of(optimizer),
+        _choices_of(optimizer),
     )
     if loss is None:
         found.notes.append("no loss function was given, so none is counted")
@@ -146,7 +153,7 @@ def _try(
     model: nn.Module,
     given: Any,
     loss: Callable[[Any], Tensor] | None,
-    sizes: Sizes,
+    sizes: _Sizes,
 ) -> LevelReport:
     """Run one forward and backward of a copy of ``model``, with the casts of ``policy``."""
     tally = Tally()
@@ -160,7 +167,7 @@ def _try(
             ends = _ends(outputs, loss)
             remove(leaves_of_graph(ends))
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
-        memory = measure(made, policy, sizes)
+        memory = _measure(made, policy, sizes)
     return LevelReport(policy.opt_level, tally, memory)
 
 
@@ -173,3 +180,75 @@ def _ends(outputs: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
         got = f"a tensor of {value.dtype}, {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise _Refused(f"loss must return a scalar, a floating tensor of one element, got {got}")
     return [value] if value.requires_grad else []
+
+
+def _measure(model: nn.Module, policy: Policy, sizes: _Sizes) -> Memory:
+    """Return the memory of ``model``, converted for ``policy``, after a backward; its tensors have only sizes."""
+    found = Memory(states=dict.fromkeys(sizes, 0))
+    for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
+        found.parameters[tensor.dtype] += tensor.nbytes
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        stepped = torch.float32 if policy.master_weights and param.dtype in LOW_PRECISION else param.dtype
+        if stepped != param.dtype:
+            found.masters[stepped] += param.numel() * stepped.itemsize
+        if param.grad is not None:
+            if param.grad.layout == torch.sparse_coo:
+                raise NotImplementedError(f"the number of rows of the sparse gradient of {name} is not known")
+            found.gradients[stepped] += param.grad.numel() * stepped.itemsize
+        for optimizer, of in sizes.items():
+            if name in of:
+                elements, others = of[name]
+                found.states[optimizer] += elements * stepped.itemsize + others
+    return found
+
+
+def _usual_sizes(model: nn.Module) -> _Sizes:
+    """Return the state sizes of SGD with momentum and of Adam, without counts of steps."""
+    named, titles = list(model.named_parameters()), {"SGD with momentum": 1, "Adam": 2}
+    return {title: {name: (n * p.numel(), 0) for name, p in named} for title, n in titles.items()}
+
+
+def _sizes_of(optimizer: Optimizer, model: nn.Module) -> _Sizes:
+    """Return the state sizes of ``optimizer``, which has stepped parameters of ``model``.
+
+    Raises:
+        TypeError: ``optimizer`` is not an optimizer.
+        ValueError: ``optimizer`` steps no parameter of the model, or has not stepped.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    optimizer = adopted_inside(optimizer)
+    listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped = {name: p for name, p in model.named_parameters() if id(p) in listed}
+    title = type(optimizer).__name__
+    if not stepped:
+        raise ValueError(
+            f"this {title} steps no parameter of the model: create it from model.parameters(), or leave optimizer out"
+        )
+    state: Any = optimizer.state
+    if not any(p in state for p in stepped.values()):
+        raise ValueError(
+            f"this {title} has no state yet: call amp.debug.report after its first step, or leave optimizer out"
+        )
+    return {title: {name: _size(p, state[p]) for name, p in stepped.items() if p in state}}
+
+
+def _choices_of(optimizer: Optimizer | None) -> list[MemoryChoice]:
+    """Return the memory choices of ``optimizer``, or of Adam if it is None; empty if it is not of this library."""
+    own = NpuFusedAdam([nn.Parameter(torch.zeros(1))]) if optimizer is None else adopted_inside(optimizer)
+    return memory_choices(own) if isinstance(own, FusedOptimizer) else []
+
+
+def _size(param: Tensor, state: dict[str, Any]) -> tuple[int, int]:
+    # The float32 values of 16-bit parameters are counted as such.
+    own = tree_leaves({name: value for name, value in state.items() if name != MASTER_PARAM})
+    elements = others = 0
+    for value in {id(value): value for value in own if isinstance(value, (Tensor, EncodedView))}.values():
+        is_count = isinstance(value, Tensor) and value.numel() == 1 and value.shape != param.shape
+        if isinstance(value, Tensor) and value.dtype == param.dtype and not is_count:
+            elements += value.numel()
+        else:
+            others += value.nbytes
+    return elements, others

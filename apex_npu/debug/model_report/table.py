@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from apex_npu._cli.tables import as_rich
-from apex_npu.debug.model_report.memory import Memory
 from apex_npu.debug.model_report.tally import Tally
 from apex_npu.debug.text import aligned, name_of
 from apex_npu.optimizers.memory_choices import MemoryChoice
@@ -29,6 +28,23 @@ _MEANING = {
     "O4": "as O1, with bfloat16",
     "O5": "as O2, with bfloat16",
 }
+
+
+@dataclass
+class Memory:
+    """The memory of a model, in bytes for each dtype.
+
+    Attributes:
+        parameters: The bytes of the model's parameters and buffers.
+        gradients: The bytes of the parameters' gradients, as ``scale_loss`` leaves them.
+        masters: The bytes of the float32 values of 16-bit parameters. Fused optimizers on a CPU and a GPU need half.
+        states: The bytes of the state of each requested optimizer.
+    """
+
+    parameters: Counter[torch.dtype] = field(default_factory=Counter)
+    gradients: Counter[torch.dtype] = field(default_factory=Counter)
+    masters: Counter[torch.dtype] = field(default_factory=Counter)
+    states: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass

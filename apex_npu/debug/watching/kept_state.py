@@ -19,7 +19,6 @@ from apex_npu.backends._torch_private import tree_leaves, tree_map
 # Attributes that every module has; their contents are not a forward's to write, except for the buffers.
 _OF_MODULES = set(vars(nn.Module()))
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_Buffers = list[dict[str, Tensor | None]]
 
 
 class KeptState:
@@ -73,7 +72,7 @@ class KeptState:
                 module._buffers.update(buffers)
 
 
-def _copied(buffers: Iterable[dict[str, Tensor | None]]) -> _Buffers:
+def _copied(buffers: Iterable[dict[str, Tensor | None]]) -> list[dict[str, Tensor | None]]:
     """Copy buffers; a buffer that several modules share is copied once."""
     copies: dict[Tensor | None, Tensor | None] = {None: None}
     with torch.no_grad():
