@@ -173,7 +173,7 @@ class ScriptSteps:
         self._undo = ExitStack()
         patch_step(self._undo, self._counting)
         if any(part.first == 0 for part in parts):
-            self._undo.callback(on_forward(self._forward_begins).remove)
+            self._undo.callback(on_forward(self._begin).remove)
         self._exit = Finalize(None, self.end, exitpriority=0)  # atexit is not for processes of multiprocessing
 
     def _counting(self, original: Any) -> Any:
@@ -187,14 +187,18 @@ class ScriptSteps:
                 if part.begun and not part.failed:
                     part.before_step(optimizer)
             result = original(optimizer, *args, **kwargs)
-            self._step_ended()
+            self._count += 1
+            for part in self._parts:
+                if part.begun and not part.failed:
+                    part.step_ended()
+            for part in [part for part in self._parts if part.last <= self._count]:
+                self._finish(part)
+            self._begin(None, None)
+            if not self._parts:
+                self.end()
             return result
 
         return step
-
-    def _forward_begins(self, module: nn.Module, args: Any) -> None:
-        if self._count == 0:
-            self._begin(module, args)
 
     def _begin(self, module: nn.Module | None, args: Any) -> None:
         for part in self._parts:
@@ -204,17 +208,6 @@ class ScriptSteps:
                     part.begin(module, args)
                 except (RuntimeError, ValueError, OSError) as error:  # for example, the script itself runs a profiler
                     part.failed = f"{part.option}: {error}"
-
-    def _step_ended(self) -> None:
-        self._count += 1
-        for part in self._parts:
-            if part.begun and not part.failed:
-                part.step_ended()
-        for part in [part for part in self._parts if part.last <= self._count]:
-            self._finish(part)
-        self._begin(None, None)
-        if not self._parts:
-            self.end()
 
     def _finish(self, part: Part) -> None:
         self._parts.remove(part)

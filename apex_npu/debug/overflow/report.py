@@ -106,21 +106,18 @@ def _lines_of(cause: Finding) -> list[str]:
         operator = f"{cause.operator} in {cause.node}"
     what = f"{cause.dtype} {list(cause.shape)}" if cause.dtype else ""
     tensor = f" {cause.tensor}" if cause.tensor else ""
-    first = f"{cause.kind:{_WIDTH - 2}}  {cause.phase}  {where_of(cause.module)}  {operator}  {what}{tensor}"
-    lines = [first.rstrip()]
-    if cause.place:
-        lines.append(f"{'line':{_WIDTH}}{cause.place}  {cause.source}".rstrip())
-    lines.append(f"{'why':{_WIDTH}}{cause.why}")
-    if cause.inputs:
-        inputs = "largest magnitudes: " + ", ".join(f"{name} {value:.3g}" for name, value in cause.inputs)
-        if cause.kind == "math":  # its sign matters
-            inputs = ", ".join(_range(*ends) for ends in cause.ranges)
-        lines.append(f"{'inputs':{_WIDTH}}{inputs}")
-    if len(cause.path) > 1:
-        steps = cause.path if len(cause.path) <= 8 else (*cause.path[:5], "…", *cause.path[-2:])
-        lines.append(f"{'path':{_WIDTH}}{' → '.join(steps)}")
-    lines.append(f"{'do':{_WIDTH}}{cause.advice}")
-    return lines
+    magnitudes = "largest magnitudes: " + ", ".join(f"{name} {value:.3g}" for name, value in cause.inputs)
+    ranges = ", ".join(_range(*ends) for ends in cause.ranges)
+    steps = cause.path if len(cause.path) <= 8 else (*cause.path[:5], "…", *cause.path[-2:])
+    rows = {
+        cause.kind: f"{cause.phase}  {where_of(cause.module)}  {operator}  {what}{tensor}",
+        "line": cause.place and f"{cause.place}  {cause.source}",
+        "why": cause.why,
+        "inputs": cause.inputs and (ranges if cause.kind == "math" else magnitudes),  # the sign matters
+        "path": " → ".join(steps) if len(steps) > 1 else "",
+        "do": cause.advice,
+    }
+    return [f"{label:{_WIDTH - 2}}  {text}".rstrip() for label, text in rows.items() if text]
 
 
 class Overflows:
