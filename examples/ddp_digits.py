@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from apex_npu import amp, optimizers
-from apex_npu.backends import for_device
 from apex_npu.parallel import DistributedDataParallel
 
 ENGINES = ("combine_ddp", "ddp", "fully_shard")
@@ -209,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
                 "--checkpoint is for engines that keep whole parameters; examples/language_model saves parts"
             )
         device = set_up_device(args)
-        dist.init_process_group(for_device(device).comm_backend)
+        dist.init_process_group(dist.Backend.default_device_backend_map[device.type])
         agree = run(args, device)
     except (UserError, ImportError) as error:
         print(f"ddp_digits.py: {error}", file=sys.stderr)

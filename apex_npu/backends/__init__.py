@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The interface to devices."""
 
-from apex_npu.backends.base import Backend
+from apex_npu.backends.devices import Backend, for_device, is_capturing
 from apex_npu.backends.host_copy import HostCopy, number_on, numbers_on
-from apex_npu.backends.registry import for_device, is_capturing
 
 __all__ = ["Backend", "HostCopy", "for_device", "is_capturing", "number_on", "numbers_on"]

@@ -13,12 +13,12 @@ from torch import nn
 pytest.importorskip("apex_npu", reason="apex_npu is not importable: this tests the simulator with it")
 
 from apex_npu import amp, optimizers
-from apex_npu.backends import registry
+from apex_npu.backends import for_device
 from apex_npu.optimizers import NpuFusedAdam
 
 
 def test_backend_asks_the_stand_in() -> None:
-    backend, device = registry.for_device(torch.device("npu", 0)), torch.device("npu", 1)
+    backend, device = for_device(torch.device("npu", 0)), torch.device("npu", 1)
     x = torch.ones(5, 7, device="npu")
     assert (backend.storage_numel(x), backend.has_private_format(x), backend.saturates()) == (35, False, False)
     npu_simulator.configure(padded_format=True, saturate="fp16")
