@@ -3,7 +3,7 @@
 //
 // O1's overlay: kernels under a device's Autocast dispatch key, for operators that its autocast does not cast.
 // apex_npu/autocast/cast_lists.py lists the operators and their policies; the kernels in
-// apex_npu/autocast/autocast_kernels.py do the same in Python.
+// apex_npu/autocast/autocast_ops.py do the same in Python.
 #pragma once
 
 #include <torch/library.h>
