@@ -73,8 +73,8 @@ class Saturating(Backend):
 
 def saturating_device(monkeypatch):
     """Have amp take all devices for one that saturates."""
-    backend = Saturating("gloo")
-    monkeypatch.setattr("apex_npu.amp.saturation.for_device", lambda device: backend)
+    backend = Saturating()
+    monkeypatch.setattr("apex_npu.amp.optimizer_grads.for_device", lambda device: backend)
     return backend
 
 

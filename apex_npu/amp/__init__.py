@@ -21,9 +21,9 @@ from apex_npu.amp.optimizer_functions import (
     will_skip,
 )
 from apex_npu.amp.scale_loss import scale_loss
+from apex_npu.amp.scaler import StepReport
 from apex_npu.amp.session import disable_casts, shutdown
 from apex_npu.amp.sharding import fsdp_policy
-from apex_npu.amp.step_decision import StepReport
 from apex_npu.amp.user_casts import (
     float_function,
     half_function,

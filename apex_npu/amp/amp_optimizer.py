@@ -142,7 +142,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         if not fuses:
             return self._clip_at_once(max_norm, norm_type, error_if_nonfinite)
         state.check_unscaled("clipping")
-        groups = state.grad_groups(self)
+        groups = state.grads.groups_of(self)
         state.drop_cleared(self)
         flats, unfused = _gradients_of(groups)
         norm: Tensor = state.pending.clip(state.grad_scale, flats, unfused, max_norm, norm_type, error_if_nonfinite)
@@ -159,7 +159,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
     ) -> Tensor:
         state = self._amp_state
         state.check_unscaled("clipping")
-        groups = state.grad_groups(self) if groups is None else groups
+        groups = state.grads.groups_of(self) if groups is None else groups
         if state.pending is not None:
             state.pending.start()  # clipping would hide an inf
             state.pending.clip_now(groups)
@@ -189,7 +189,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
                 "apex_npu.optimizers, or the parameters themselves (amp.master_params)"
             )
         groups = self.combined_groups()
-        self._amp_state.grad_groups(self)  # replaces groups of former buffers
+        self._amp_state.grads.groups_of(self)  # replaces groups of former buffers
         return self._amp_state.masters.combined_model(groups)
 
     @disable_dynamo  # FakeTensor cannot hold a 16-bit parameter with a float32 gradient
@@ -399,14 +399,14 @@ def _combined_grads(optimizer: Optimizer, state: AmpOptimizerState) -> list[Flat
     if state.stage is Stage.DELAYED:
         state.check_unscaled("reading combined gradients")
     elif state.stage is not Stage.SCALED:
-        groups = state.grad_groups(optimizer)
+        groups = state.grads.groups_of(optimizer)
         if state.pending is not None:
             state.pending.start()  # a script could overwrite an inf
         if state.holds_scaled:
             state.pending.unscale_now_(state, groups)
         for group in groups:
             group.drop_cleared()
-    return state.grads.combined(optimizer, state.policy, state.masters)
+    return state.grads.combined(optimizer)
 
 
 @functools.cache

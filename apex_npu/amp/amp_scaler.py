@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from apex_npu.amp.grad_groups import any_raised, look_for_overflow
+from apex_npu.amp.optimizer_grads import any_raised, look_for_overflow
 from apex_npu.amp.optimizer_state import adopted_inside, state_of
 from apex_npu.amp.scale_loss import scale_loss
 from apex_npu.amp.session import require
@@ -120,7 +120,7 @@ class AmpScaler:
         while self._skipped:
             optimizer = self._skipped.pop()
             state = state_of(optimizer)
-            groups = [] if state is None else state.grad_groups(optimizer)
+            groups = [] if state is None else state.grads.groups_of(optimizer)
             if state is not None and (state.grads.saturated or any_raised(look_for_overflow(groups))):
                 for group in groups:
                     group.zero_()
@@ -154,7 +154,7 @@ class AmpScaler:
         state.check_unscaled("unscale_()")
         if state.holds_scaled:
             state.pending.start()
-            state.pending.unscale_now_(state, state.grad_groups(optimizer))
+            state.pending.unscale_now_(state, state.grads.groups_of(optimizer))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step ``optimizer`` unless its gradients have overflowed; ``amp.last_step(optimizer)`` reports the outcome.

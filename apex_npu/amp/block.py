@@ -11,12 +11,18 @@ from typing import Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, separate, unscale
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.optimizer_grads import (
+    any_raised,
+    clear_saturation,
+    look_for_overflow,
+    read_and_clear_saturation,
+    separate,
+    unscale,
+)
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
-from apex_npu.amp.saturation import clear_saturation, read_and_clear_saturation
-from apex_npu.amp.scaler import LossScaler
+from apex_npu.amp.scaler import LossScaler, StepDecision
 from apex_npu.amp.session import Session
-from apex_npu.amp.step_decision import StepDecision
 from apex_npu.amp.widened_grads import WidenedGrads
 from apex_npu.backends._torch_private import disable_dynamo
 from apex_npu.fusion import any_grads, drop_grads

@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.utils
 from torch import Tensor
 
-from apex_npu.amp.float32_loop import Float32Loop
+from apex_npu.amp.masters import Float32Loop
 from apex_npu.backends._torch_private import disable_dynamo, labelled
 from apex_npu.fusion import are_same, grads_of, low_precision_of
 
@@ -82,7 +82,7 @@ def _clip_of(adopted: Collection[Any], params: list[Tensor]) -> Callable[..., Te
         in_order = are_same(own, params)  # as amp.master_params gives them
         steps_just_them = in_order or set(map(id, own)) == set(map(id, params))
         if steps_just_them:
-            groups = optimizer._amp_state.grad_groups(optimizer)
+            groups = optimizer._amp_state.grads.groups_of(optimizer)
             if optimizer._amp_state.clips_like_torch(groups):
                 return functools.partial(optimizer._clip_like_torch, groups)
     return None
@@ -99,9 +99,9 @@ def _check_clipped(
             state.check_unscaled(caller)
             if state.pending is not None:
                 state.pending.start()  # clipping by value would hide an inf
-                state.pending.clip_now(state.grad_groups(optimizer))
+                state.pending.clip_now(state.grads.groups_of(optimizer))
             if state.policy.fuse_unscale and state.grad_scale != 1.0:
                 warn_once(optimizer, SCALED_CLIPPED)
             elif state.widens and low_precision_of([grad for grad in grads_of(params) if grad is not None]):
-                for group in state.grad_groups(optimizer):
+                for group in state.grads.groups_of(optimizer):
                     group.widen()

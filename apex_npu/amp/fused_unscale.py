@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from apex_npu.amp.block import STAGE_AFTER, Block, decide
-from apex_npu.amp.grad_groups import GradGroup, any_raised, look_for_overflow, unscale
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.optimizer_grads import any_raised, look_for_overflow, unscale
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.overflow_check import OverflowCheck
-from apex_npu.amp.pending_step import supports_found_inf
+from apex_npu.amp.pending_step import ScaledGrads, supports_found_inf
 from apex_npu.amp.preconditions import check_unshared
-from apex_npu.amp.scaled_grads import ScaledGrads
 from apex_npu.amp.session import current
 
 

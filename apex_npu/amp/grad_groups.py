@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``GradGroup``: gradients that are unscaled together.
 
-``widened_grads.py`` has the class of those that blocks widen. ``optimizer_grads.py`` chooses the class.
+``widened_grads.py`` has the class of those that blocks widen. ``optimizer_grads.py`` chooses the class, and has what is
+done to several groups at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from apex_npu.backends import number_on
-from apex_npu.backends._torch_private import labelled
 from apex_npu.fusion import FlatGrads, address_range, any_grads, overlapping, set_grads, wraps_tensors
 from apex_npu.fusion.grad_slots import InPlace
 from apex_npu.fusion.shards import local_part
@@ -180,69 +180,3 @@ def _span(grad: Tensor) -> tuple[int, int]:
     if type(grad) is not Tensor and wraps_tensors(grad):
         return -id(grad), 1 - id(grad)  # has no memory, but it may also be another parameter's gradient
     return address_range(grad)
-
-
-def separate(groups: Sequence[GradGroup]) -> None:
-    """Replace gradients that share memory with another group by copies. ``writable_grads`` does so within a group."""
-    if any(group.flat is None or group.flat.is_sharded for group in groups):
-        writable_grads(p for group in groups for p in group.params)
-
-
-def unscale(
-    groups: Sequence[GradGroup],
-    scale: float,
-    *,
-    check: bool,
-    share: bool = False,
-    spare: dict[torch.device, Tensor] | None = None,
-) -> list[Tensor]:
-    """Divide all gradients by ``scale``; see ``GradGroup.unscale_``.
-
-    Args:
-        groups: The groups of the gradients.
-        scale: The loss scale.
-        check: Look for overflow.
-        share: The argument of ``GradGroup.unscale_``.
-        spare: Flags by device that the host has found to be 0, used instead of new ones and removed from the dict.
-
-    Returns:
-        The argument of ``any_raised``; empty without ``check``.
-    """
-    if len(groups) > 1:
-        separate(groups)
-    flags: dict[torch.device, Tensor] = {}
-    for group in groups:
-        device = group.device
-        if check and device not in flags:
-            flag = spare.pop(device, None) if spare else None
-            flags[device] = _new_flag(device) if flag is None else flag
-        group.unscale_(1.0 / scale, flags.get(device), share=share)
-    return list(flags.values())
-
-
-def look_for_overflow(groups: Sequence[GradGroup]) -> list[Tensor]:
-    """Check the gradients of the optimizer's parameters, and return the argument of ``any_raised``."""
-    flags = found_inf_flags(groups)
-    for group in groups:
-        group.check(flags[group.device])
-    return list(flags.values())
-
-
-@labelled("amp.wait")
-def any_raised(flags: Iterable[Tensor]) -> bool:
-    """Return whether a gradient has overflowed. Waits for the device.
-
-    Args:
-        flags: One flag for each device: float32, one element, not 0 if a gradient there is inf or NaN.
-    """
-    return any(map(bool, flags))
-
-
-def found_inf_flags(groups: Sequence[GradGroup]) -> dict[torch.device, Tensor]:
-    """Make a flag with the value 0, which means no overflow, for each device of ``groups``."""
-    return {device: _new_flag(device) for device in {group.device for group in groups}}
-
-
-def _new_flag(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # so that a kept flag can also be written outside of that mode
-        return torch.zeros(1, dtype=torch.float32, device=device)

@@ -15,7 +15,6 @@ from apex_npu.amp.block import Block, BlockPart
 from apex_npu.amp.data_parallel import DataParallel, GradSync, agree_on_overflow, buffer_finder
 from apex_npu.amp.optimizer_state import Stage
 from apex_npu.amp.session import require
-from apex_npu.backends import for_device
 from apex_npu.distributed.grad_reducer import GradReducer
 from apex_npu.distributed.torch_ddp import LocalBackward, rebuild_buckets
 
@@ -88,7 +87,7 @@ class Agreement(BlockPart):
                 self._averaging = parallel, reducer
         all_averages = len(self._averaged) == len(block.states)
         # Averages, and so their overflows, are equal on all processes. Other gradients, and saturation flags, are not.
-        if self._averaging is None or not all_averages or any(for_device(g.device).saturates() for g in block.groups):
+        if self._averaging is None or not all_averages or any(state.grads.saturates for state in block.states):
             self._agreeing.insert(0, (parallel.group, None))
 
     def before_unscale(self, block: Block) -> None:

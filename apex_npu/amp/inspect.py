@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu.amp.amp_optimizer import AmpOptimizerMixin
-from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
 from apex_npu.amp.optimizer_state import adopted_inside as adopted_inside
+from apex_npu.amp.optimizer_state import state_of
 from apex_npu.amp.optimizer_state import stepped as stepped
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.preconditions import check_incoming as check_incoming
+from apex_npu.amp.scaler import StepDecision, StepReport
 from apex_npu.amp.session import Observer as Observer
 from apex_npu.amp.session import Session, current, standing_in
 from apex_npu.amp.session import check_thread as check_thread
 from apex_npu.amp.session import require as require
 from apex_npu.amp.session import settings as settings
-from apex_npu.amp.step_decision import StepDecision, StepReport
 from apex_npu.amp.user_casts import registered_patches
 from apex_npu.autocast.forward_cast import Ambient, convert_model
 from apex_npu.backends.patching import patch_attribute
@@ -148,20 +148,17 @@ def float32_of(param: Tensor) -> Tensor:
 
 def parameters(given: Any) -> list[Tensor]:
     """Return the parameters that optimizers step."""
-    return [p for optimizer, state in _states(given) for group in state.grad_groups(optimizer) for p in group.params]
+    return [p for p, _, _ in gradients(given)]
 
 
 def gradients(given: Any) -> list[tuple[Tensor, Tensor | None, float]]:
     """Return each parameter that optimizers step, with its gradient or None, and the factor of the gradient."""
     found = []
-    for optimizer, state in _states(given):
-        params = [p for group in state.grad_groups(optimizer) for p in group.params]
-        found += [(p, p.grad, state.grad_scale) for p in params]
+    for optimizer in stepped(given):
+        if (state := state_of(optimizer)) is not None:
+            groups = state.grads.groups_of(optimizer)
+            found += [(p, p.grad, state.grad_scale) for group in groups for p in group.params]
     return found
-
-
-def _states(given: Any) -> list[tuple[Optimizer, AmpOptimizerState]]:
-    return [(one, state) for one in stepped(given) if (state := state_of(one)) is not None]
 
 
 def are_averaged(params: Sequence[Tensor]) -> bool:

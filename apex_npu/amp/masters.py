@@ -1,6 +1,6 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``Masters``: the interface of the float32 values of an optimizer's 16-bit parameters.
+"""``Masters``: the interface of the float32 values of an optimizer's 16-bit parameters, and the loop over them.
 
 ``float32_masters.py`` and ``remainder_masters.py`` implement two formats of them.
 """
@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -37,7 +37,7 @@ class Masters:
         self.retired = retired
         self.own_values: list[Tensor] = []
         self.uncast: list[Tensor] = []
-        self.loop: weakref.ref[Any] | None = None
+        self.loop: weakref.ref[Float32Loop] | None = None
 
     def params(self) -> list[Tensor]:
         """Return the parameters that have masters."""
@@ -140,6 +140,52 @@ class Masters:
             RuntimeError: A parameter shares its memory with others.
         """
         return [group.param_flat for group in groups]
+
+
+class Float32Loop(Iterator[Tensor]):
+    """The result of ``amp.master_params``: yields parameters, each with float32 data until the next one is requested.
+
+    A parameter that the model itself had in 16 bits keeps its data: NVIDIA's tests compare it in the loop with float16.
+    The current parameter has 16-bit data again when the script drops this object, and at the latest at the next
+    forward, block, step or state dict. If these are in the loop's body, the loop goes on with the next parameter.
+    """
+
+    def __init__(self, params: Callable[[], list[Tensor]], masters: Masters) -> None:
+        """Make the iterator.
+
+        Args:
+            params: Returns the parameters; called when the first one is requested.
+            masters: The masters of their optimizer.
+        """
+        self.params = params
+        self._masters = masters
+        self._left: Iterator[Tensor] | None = None
+        self._uncast: set[int] = set()
+        # Nothing that it refers to refers to this object: it ends when the script drops this object, rather than by
+        # garbage collection.
+        self._current: AbstractContextManager[None] | None = None
+
+    def __next__(self) -> Tensor:
+        """Return the next parameter."""
+        masters = self._masters
+        if self._left is None:
+            self._left = iter(self.params())
+            masters.uncast = [param for param in masters.uncast if masters.has(param)]  # others need not be kept
+            self._uncast = set(map(id, masters.uncast))
+        self.close()
+        param = next(self._left)
+        if masters.has(param) and id(param) not in self._uncast:
+            masters.end_loop()
+            masters.loop = weakref.ref(self)
+            self._current = masters.float32_data([param])
+            self._current.__enter__()
+        return param
+
+    def close(self) -> None:
+        """Give the current parameter 16-bit data again."""
+        current, self._current = self._current, None
+        if current is not None:
+            current.__exit__(None, None, None)
 
 
 @torch.no_grad()

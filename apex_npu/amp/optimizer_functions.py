@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.float32_loop import Float32Loop
-from apex_npu.amp.masters import Masters
+from apex_npu.amp.masters import Float32Loop, Masters
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.scaler import APPLIED, StepReport
 from apex_npu.amp.session import current
-from apex_npu.amp.step_decision import APPLIED, StepReport
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:

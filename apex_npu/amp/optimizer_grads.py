@@ -1,10 +1,13 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``OptimizerGrads``: the gradients of one optimizer, in groups that are unscaled together, and amp's own buffers."""
+"""``OptimizerGrads``: the gradients of one optimizer, in groups, and amp's own buffers.
+
+The functions at the end divide the gradients of several groups, and check them for overflow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -13,11 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apex_npu._extension import extension, require_extension
-from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.grad_groups import GradGroup, writable_grads
 from apex_npu.amp.masters import Masters
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.saturation import saturates
 from apex_npu.amp.widened_grads import LooseGrads, WidenedGrads
+from apex_npu.backends import Backend, for_device
+from apex_npu.backends._torch_private import labelled
 from apex_npu.fusion import FlatGrads, HasFusedGroups, are_same, by_kind, combined
 from apex_npu.fusion.grad_memory import GradMemory
 from apex_npu.fusion.shards import meshes_of
@@ -53,16 +57,13 @@ class OptimizerGrads:
         self._fitted_to: list[list[Any]] = []
         self._own_flats: list[FlatGrads] = []
 
-    def fit(self, optimizer: Optimizer, policy: Policy, masters: Masters) -> list[GradGroup]:
-        """Return the groups for the current parameters and buffers of ``optimizer``."""
-        if isinstance(optimizer, HasFusedGroups):
-            flats = optimizer.flat_grads()
-        else:
-            flats = self._combined(optimizer, policy) if policy.combine_grad else []
+    def groups_of(self, optimizer: Any) -> list[GradGroup]:
+        """Return the groups for the current parameters and buffers of ``optimizer``, whose state has this object."""
+        flats = optimizer.flat_grads() if isinstance(optimizer, HasFusedGroups) else self._combined(optimizer)
         fitted_to: list[list[Any]] = [flats, *map(_PARAMS, optimizer.param_groups)]
         fits = len(fitted_to) == len(self._fitted_to) and all(map(are_same, fitted_to, self._fitted_to))
         if not fits or list(map(_DEVICE, self._loose)) != self._devices:
-            self._make(optimizer, masters, flats)
+            self._make(optimizer, optimizer._amp_state.masters, flats)
             self._fitted_to = [list(part) for part in fitted_to]
         return self.groups
 
@@ -74,32 +75,34 @@ class OptimizerGrads:
         for group in groups:
             if isinstance(group, WidenedGrads):
                 group.adopt_from(self.groups)
-        self.saturates, self.meshes = saturates(groups), meshes_of(params)
+        self.saturates, self.meshes = bool(_saturating(groups)), meshes_of(params)
         memories = [group.flat.memory for group in groups if group.flat is not None]
         self.lending = [memory for memory in memories if memory.lends]
         self.groups = groups  # last, after they have adopted all gradients set aside
         self._loose = [p for group in groups if group.flat is None for p in group.params]
         self._devices = list(map(_DEVICE, self._loose))
 
-    def _combined(self, optimizer: Optimizer, policy: Policy) -> list[FlatGrads]:
+    def _combined(self, optimizer: Any) -> list[FlatGrads]:
+        """Return the buffers of an optimizer without buffers of its own; none without ``combine_grad``."""
+        policy: Policy = optimizer._amp_state.policy
+        if not policy.combine_grad:
+            return []
         params = trainable(optimizer)
         held = {id(p) for flat in self._own_flats for p in flat.params}
         if held != {id(p) for p in params} or any(flat.broken() for flat in self._own_flats):
             self._own_flats = combine_grads(params, self._own_flats, widens=bool(policy.master_weights))
         return self._own_flats
 
-    def combined(self, optimizer: Any, policy: Policy, masters: Masters) -> list[FlatGrads]:
+    def combined(self, optimizer: Any) -> list[FlatGrads]:
         """Return the gradients of each combined buffer. Make the buffers if they do not exist yet."""
-        if isinstance(optimizer, HasFusedGroups):
-            flats = optimizer.combined_grads()
-        else:
-            flats = self._combined_own(optimizer, policy)
-        self.fit(optimizer, policy, masters)  # replaces groups of former buffers
+        fused = isinstance(optimizer, HasFusedGroups)
+        flats: list[FlatGrads] = optimizer.combined_grads() if fused else self._combined_own(optimizer)
+        self.groups_of(optimizer)  # replaces groups of former buffers
         return flats
 
-    def _combined_own(self, optimizer: Any, policy: Policy) -> list[FlatGrads]:
+    def _combined_own(self, optimizer: Any) -> list[FlatGrads]:
         require_extension("a combined buffer")
-        flats = self._combined(optimizer, policy) if policy.combine_grad else []
+        flats = self._combined(optimizer)
         leading = {id(p) for p in optimizer.leading_params()}
         found = combined(flats, leading)
         if found is None:
@@ -107,7 +110,7 @@ class OptimizerGrads:
             found = self._own_flats = [
                 flat
                 for kind in by_kind(trainable(optimizer), leading)
-                for flat in combine_grads(kind, [], widens=bool(policy.master_weights))
+                for flat in combine_grads(kind, [], widens=optimizer._amp_state.widens)
             ]
         return found
 
@@ -168,3 +171,93 @@ def combine_grads(params: Sequence[Tensor], former: list[FlatGrads], *, widens: 
         if widens and flat.params[0].dtype in LOW_PRECISION:
             flat.widen()
     return [*flats, *made]
+
+
+def separate(groups: Sequence[GradGroup]) -> None:
+    """Replace gradients that share memory with another group by copies. ``writable_grads`` does so within a group."""
+    if any(group.flat is None or group.flat.is_sharded for group in groups):
+        writable_grads(p for group in groups for p in group.params)
+
+
+def unscale(
+    groups: Sequence[GradGroup],
+    scale: float,
+    *,
+    check: bool,
+    share: bool = False,
+    spare: dict[torch.device, Tensor] | None = None,
+) -> list[Tensor]:
+    """Divide all gradients by ``scale``; see ``GradGroup.unscale_``.
+
+    Args:
+        groups: The groups of the gradients.
+        scale: The loss scale.
+        check: Look for overflow.
+        share: The argument of ``GradGroup.unscale_``.
+        spare: Flags by device that the host has found to be 0, used instead of new ones and removed from the dict.
+
+    Returns:
+        The argument of ``any_raised``; empty without ``check``.
+    """
+    if len(groups) > 1:
+        separate(groups)
+    flags: dict[torch.device, Tensor] = {}
+    for group in groups:
+        device = group.device
+        if check and device not in flags:
+            flag = spare.pop(device, None) if spare else None
+            flags[device] = _new_flag(device) if flag is None else flag
+        group.unscale_(1.0 / scale, flags.get(device), share=share)
+    return list(flags.values())
+
+
+def look_for_overflow(groups: Sequence[GradGroup]) -> list[Tensor]:
+    """Check the gradients of the optimizer's parameters, and return the argument of ``any_raised``."""
+    flags = found_inf_flags(groups)
+    for group in groups:
+        group.check(flags[group.device])
+    return list(flags.values())
+
+
+@labelled("amp.wait")
+def any_raised(flags: Iterable[Tensor]) -> bool:
+    """Return whether a gradient has overflowed. Waits for the device.
+
+    Args:
+        flags: One flag for each device: float32, one element, not 0 if a gradient there is inf or NaN.
+    """
+    return any(map(bool, flags))
+
+
+def found_inf_flags(groups: Sequence[GradGroup]) -> dict[torch.device, Tensor]:
+    """Make a flag with the value 0, which means no overflow, for each device of ``groups``."""
+    return {device: _new_flag(device) for device in {group.device for group in groups}}
+
+
+def _new_flag(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # so that a kept flag can also be written outside of that mode
+        return torch.zeros(1, dtype=torch.float32, device=device)
+
+
+def clear_saturation(groups: Sequence[GradGroup]) -> None:
+    """Clear the overflow flags of devices that saturate, before a backward."""
+    for device, backend in _saturating(groups):
+        backend.clear_overflow_flag(device)
+
+
+@labelled("amp.wait")
+def read_and_clear_saturation(groups: Sequence[GradGroup]) -> bool:
+    """Return whether a device has saturated since, and clear its flag. Waits for the device.
+
+    Call it before gradients are unscaled: torch_npu's kernel multiplies no gradient while the flag is raised.
+    """
+    found = any([backend.overflow_flag(device) for device, backend in _saturating(groups)])
+    if found:
+        clear_saturation(groups)
+    return found
+
+
+def _saturating(groups: Sequence[GradGroup]) -> list[tuple[torch.device, Backend]]:
+    """Return the devices that, instead of inf, give the largest finite value and raise a flag."""
+    devices = [(device, for_device(device)) for device in {group.device for group in groups}]
+    return [(device, backend) for device, backend in devices if backend.saturates()]

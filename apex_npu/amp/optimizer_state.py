@@ -18,8 +18,8 @@ from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.masters import Masters
 from apex_npu.amp.optimizer_grads import OptimizerGrads
 from apex_npu.amp.policy import Policy
+from apex_npu.amp.scaler import StepDecision, StepReport
 from apex_npu.amp.session import current, warn_once
-from apex_npu.amp.step_decision import StepDecision, StepReport
 from apex_npu.backends._torch_private import labelled
 from apex_npu.backends.failed_updates import half_updated, has_ended_queue
 from apex_npu.distributed.rank_progress import has_peers
@@ -243,10 +243,6 @@ class AmpOptimizerState:
             self.masters.round_own_values()
         self.masters.own_values = []
 
-    def grad_groups(self, optimizer: Optimizer) -> list[GradGroup]:
-        """Return the groups that bring the gradients of ``optimizer`` to its parameters."""
-        return self.grads.fit(optimizer, self.policy, self.masters)
-
     def drop_cleared(self, optimizer: Optimizer | None = None) -> None:
         """Clear gradients set aside whose delayed gradient a script has cleared; with ``optimizer`` emit warnings."""
         if self.stage is not Stage.SCALED:
@@ -290,12 +286,8 @@ class AmpOptimizerState:
         self.masters.begin_step(optimizer)
         if self.sync is not None:
             self.sync.check_averaged()
-        for group in self.grad_groups(optimizer) if self.masters.swaps else self.grads.groups:
-            # After a block the pending step has done this, before it decided whether gradients have overflowed.
-            if self.pending is None or self.stage is Stage.READY:
-                group.drop_cleared()
-            if self.masters.swaps:
-                group.begin_step()
+        for group in self.grads.groups_of(optimizer) if self.masters.swaps else ():
+            group.begin_step()
         if self.grads.dropped:
             warning, self.grads.dropped = OF_OTHER_BLOCKS, False
         for param_group in optimizer.param_groups:
@@ -387,7 +379,7 @@ class AmpOptimizerState:
                 hooks.step_skipped(optimizer, report, alarms, session.verbosity > 0)
         if self.holds_scaled:
             # Gradients that are not cleared now count as ordinary ones.
-            self.pending.unscale_now_(self, self.grad_groups(optimizer))
+            self.pending.unscale_now_(self, self.grads.groups_of(optimizer))
         for memory in self.grads.lending:
             memory.let_go()
 

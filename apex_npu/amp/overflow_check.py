@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from apex_npu.amp.grad_groups import any_raised
+from apex_npu.amp.optimizer_grads import any_raised
 from apex_npu.backends import HostCopy
 from apex_npu.backends._torch_private import disable_dynamo
 

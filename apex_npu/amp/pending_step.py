@@ -16,16 +16,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from apex_npu.amp.grad_groups import GradGroup, found_inf_flags
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.optimizer_grads import found_inf_flags
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.overflow_check import OverflowCheck
-from apex_npu.amp.scaled_grads import NOT_SCALED, ScaledGrads
 from apex_npu.amp.session import current, warn_once
 from apex_npu.backends import number_on, numbers_on
 from apex_npu.backends._torch_private import labelled
 from apex_npu.distributed.part_sums import clip_coefficient, total_grad_norm
-from apex_npu.fusion import FlatGrads, HasFusedGroups
+from apex_npu.fusion import FlatGrads, HasFusedGroups, WriteTable
+from apex_npu.fusion.grad_slots import IN_BUFFER
+from apex_npu.fusion.shards import local_part
 from apex_npu.ops import cats_lists, divides_in_update, masks_writes
+
+# A block or a step emits this warning once for each optimizer.
+NOT_SCALED = (
+    "gradients have been added to, written or replaced after amp.scale_loss, which with fuse_unscale=True leaves them "
+    "multiplied by the loss scale until step: a backward outside of amp.scale_loss adds gradients without that factor, "
+    "which then have almost no weight. Run it in a scale_loss block, or call optimizer.zero_grad() before it, or leave "
+    "fuse_unscale out. Ignore this warning if the gradients were only multiplied"
+)
 
 
 def supports_found_inf(optimizer: Optimizer) -> bool:
@@ -44,6 +54,33 @@ def supports_found_inf(optimizer: Optimizer) -> bool:
     device: torch.device | None = optimizer.skips_on()  # type: ignore[attr-defined]
     # On other devices all written tensors would have to be cloned, which takes longer than a wait.
     return device is not None and masks_writes(device)
+
+
+class ScaledGrads:
+    """The gradients of parameters as they were when a block ended."""
+
+    def __init__(self, groups: Sequence[GradGroup]) -> None:
+        """Note the gradients of ``groups``."""
+        self._parts = [(group, group.params, WriteTable()) for group in groups]
+        for _, params, table in self._parts:
+            table.note_grads(params)
+
+    def are_written(self) -> bool:
+        """Return True if gradients have been replaced or written, other than by gathering or clearing them."""
+        nonzero: dict[torch.device, list[Tensor]] = {}
+        for group, params, table in self._parts:
+            written, moved = table.changed_grads(params)
+            if moved and group.flat is not None:
+                states = group.flat.states()
+                moved = [k for k in moved if states[k] != IN_BUFFER]
+            for k in written + moved:
+                grad = params[k].grad
+                assert grad is not None
+                if grad.layout != torch.strided:
+                    return True
+                nonzero.setdefault(grad.device, []).append(local_part(grad).any())
+        # One result for each device: reading each gradient's result would wait for the device each time.
+        return any(bool(torch.stack(answers).any()) for answers in nonzero.values())
 
 
 class PendingStep:
@@ -135,7 +172,7 @@ class PendingStep:
         """Divide gradients with the check for overflow, if the step would need separate launches to divide them."""
         if self.check is None or self.clip_coefficient is not None or not state.holds_scaled:
             return
-        groups = state.grad_groups(optimizer)
+        groups = state.grads.groups_of(optimizer)
         if any(_divides_in_update(optimizer, group.device) for group in groups) or _any_narrow(groups):
             return
 
@@ -186,9 +223,9 @@ class PendingStep:
             first is None
             or are_read
             or not _takes_grad_scale(optimizer, first.device)
-            or (plain and not divides and not _any_narrow(state.grad_groups(optimizer)))
+            or (plain and not divides and not _any_narrow(state.grads.groups_of(optimizer)))
         ):
-            self.unscale_now_(state, state.grad_groups(optimizer))
+            self.unscale_now_(state, state.grads.groups_of(optimizer))
             return False
         if coefficient is None:
             scale = torch.full((1,), state.grad_scale, dtype=torch.float32, device=first.device)

@@ -137,7 +137,13 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     unscaled = scaler.scale == 1.0 and not scaler.dynamic
     states = []
     for optimizer in listed:
-        state = _state_for_block(optimizer)
+        state: AmpOptimizerState | None = getattr(optimizer, "_amp_state", None)
+        if state is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was not passed to amp.initialize; pass it there, and use the returned one"
+            )
+        if state.stage is Stage.SCALED or state.masters.own_values or state.masters.retired:
+            _check_begins(optimizer, state)
         if state.report is None:
             warn_of_dtypes(session, optimizer, state)
         ordinary = ordinary and state.pending is None and state.sync is None and not state.policy.combine_ddp
@@ -149,7 +155,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
     for optimizer, state in zip(listed, states, strict=True):
         if state.masters.find_new(optimizer) or optimizer not in session.adopted:
             session.register(optimizer, state)
-        work.append((state, state.grad_groups(optimizer)))
+        work.append((state, state.grads.groups_of(optimizer)))
         ordinary = ordinary and state.report is not None and not (state.grads.saturates or state.grads.meshes)
     if len(work) > 1:
         work = _without_repeats(work)
@@ -175,21 +181,15 @@ def _listed(optimizers: Any) -> list[Optimizer]:
     return listed
 
 
-def _state_for_block(optimizer: Optimizer) -> AmpOptimizerState:
-    state: AmpOptimizerState | None = getattr(optimizer, "_amp_state", None)
-    if state is None:
-        raise RuntimeError(
-            f"{type(optimizer).__name__} was not passed to amp.initialize; pass it there, and use the returned one"
-        )
+def _check_begins(optimizer: Optimizer, state: AmpOptimizerState) -> None:
+    """Raise if no block of ``optimizer`` may begin now; before its first block, make masters equal on all processes."""
     if state.masters.own_values:
         state.forget_own_values()
-    if state.masters.retired:
-        state.check_has_model(optimizer, "amp.scale_loss")
+    state.check_has_model(optimizer, "amp.scale_loss")
     if state.stage is Stage.SCALED:
         raise RuntimeError(
             "scale_loss blocks of one optimizer must not be nested: close the first one, or add up the losses"
         )
-    return state
 
 
 def _make_special(block: Block, loss: Tensor, delay: Delay | None) -> None:

@@ -26,8 +26,7 @@ from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.float32_copies import copies_of, restore_float32
 from apex_npu.amp.kept_values import follow_broadcast
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.scaler import LossScaler, in_apex_format
-from apex_npu.amp.step_decision import StepReport
+from apex_npu.amp.scaler import LossScaler, StepReport, in_apex_format
 from apex_npu.amp.widened_grads import clearing_aside
 from apex_npu.autocast.casting import CastHandle
 from apex_npu.autocast.float32_view import average_in_float32

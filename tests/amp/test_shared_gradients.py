@@ -10,7 +10,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor  # a subclass that has no memory but that of two inside
 
 from apex_npu import amp, optimizers
-from apex_npu.amp.grad_groups import GradGroup, unscale
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.optimizer_grads import unscale
 from apex_npu.fusion import grad_slots
 
 pytestmark = pytest.mark.host

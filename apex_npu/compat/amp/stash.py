@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from apex_npu.amp.grad_groups import GradGroup, any_raised, unscale
+from apex_npu.amp.grad_groups import GradGroup
+from apex_npu.amp.optimizer_grads import any_raised, clear_saturation, read_and_clear_saturation, unscale
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.preconditions import check_plain
-from apex_npu.amp.saturation import clear_saturation, read_and_clear_saturation
 from apex_npu.amp.session import current, warn_once
 from apex_npu.amp.widened_grads import WidenedGrads
 from apex_npu.compat.amp.locked_list import LockedList
@@ -120,7 +120,7 @@ class AmpStash:
             if value and session is not None and session.scalers:
                 scale = session.scalers[0].scale
                 if state.policy.fuse_unscale:
-                    for group in state.grad_groups(self._optimizer):
+                    for group in state.grads.groups_of(self._optimizer):
                         group.scale_(scale / state.grad_scale)
                 state.stage, state.grad_scale = Stage.DELAYED, scale
             elif state.stage is Stage.DELAYED:
@@ -240,7 +240,7 @@ class LegacyOptimizerNames(Optimizer):
         state: AmpOptimizerState = self._amp_state
         if _legacy(state).aside is None:
             state.resolve()  # while the gradients are still in place
-            groups = state.grad_groups(self)
+            groups = state.grads.groups_of(self)
             if state.pending is not None:
                 state.pending.unscale_now_(state, groups)
             _legacy(state).aside = set_grads_aside(groups)
@@ -248,6 +248,6 @@ class LegacyOptimizerNames(Optimizer):
     def _post_amp_backward(self, loss_scaler: LossScaler) -> None:
         """Unscale the gradients of the backwards, and add the ones set aside."""
         state: AmpOptimizerState = self._amp_state
-        unscale_and_add(state.grad_groups(self), _legacy(state).aside or {}, loss_scaler)
+        unscale_and_add(state.grads.groups_of(self), _legacy(state).aside or {}, loss_scaler)
         _legacy(state).aside = None
         state.stage, state.grad_scale = Stage.READY, 1.0
