@@ -171,12 +171,6 @@ class AmpOptimizerMixin(OptimizerAccessors):
         norm, meshes = self._clip_at_once(*args, **kwargs, groups=groups), self._amp_state.grads.meshes
         return replicated(norm, meshes[0]) if meshes else norm
 
-    def clip_model_grad_norm_fused(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Clip as ``clip_optimizer_grad_norm_fused``: the optimizer steps the model's parameters."""
-        return self.clip_optimizer_grad_norm_fused(max_norm, norm_type, error_if_nonfinite)
-
     def get_optimizer_combined_params(self) -> list[Tensor]:
         """Return all parameters that the optimizer trains, 16-bit ones first; see ``FusedOptimizer``.
 
@@ -217,13 +211,11 @@ class AmpOptimizerMixin(OptimizerAccessors):
         flats = _combined_grads(self, self._amp_state)
         return [flat.mask() for flat in flats]
 
-    def get_model_combined_params(self) -> list[Tensor]:
-        """Return the buffers of the model's parameters, which are those that the optimizer steps.
-
-        Raises:
-            RuntimeError: ``get_optimizer_combined_params`` raises it.
-        """
-        return self.get_optimizer_combined_params()
+    # The optimizer steps the model's parameters.
+    clip_model_grad_norm_fused = clip_optimizer_grad_norm_fused
+    get_model_combined_params = get_optimizer_combined_params
+    get_model_combined_grads = get_optimizer_combined_grads
+    get_model_combined_grad_masks = get_optimizer_combined_grad_masks
 
     def combined_groups(self) -> list[FusedGroup]:
         """Return the groups of the combined buffers, made while parameters have float32 data."""
@@ -253,14 +245,6 @@ class AmpOptimizerMixin(OptimizerAccessors):
     def moving_params(self) -> AbstractContextManager[None]:
         """Return the context in which the masters follow parameters to other addresses."""
         return self._amp_state.masters.moving()
-
-    def get_model_combined_grads(self) -> list[Tensor]:
-        """Return the flat buffers of the model's gradients, which are those of ``get_optimizer_combined_grads``."""
-        return self.get_optimizer_combined_grads()
-
-    def get_model_combined_grad_masks(self) -> list[Tensor]:
-        """Return the masks of ``get_optimizer_combined_grad_masks``."""
-        return self.get_optimizer_combined_grad_masks()
 
     @property
     def combine_ddp(self) -> bool:
