@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from apex_npu._extension import extension
 from apex_npu.amp.amp_optimizer import SharedGroupsMixin, adopted_class
-from apex_npu.amp.data_parallel import GradSync
 from apex_npu.amp.float32_masters import Float32Masters
 from apex_npu.amp.optimizer_state import AmpOptimizerState, state_of
 from apex_npu.amp.pending_step import PendingStep
@@ -41,9 +40,7 @@ def adopt(
     """
     vars(optimizer).pop("step", None)
     policy = session.policy
-    state = AmpOptimizerState(policy)
-    if session.data_parallel is not None:
-        state.sync = GradSync(session.data_parallel)
+    state = AmpOptimizerState(policy, parallel=session.data_parallel)
     if policy.fuse_unscale or getattr(optimizer, "capturable", False):
         state.pending = PendingStep()
     optimizer._amp_state = state  # type: ignore[attr-defined]

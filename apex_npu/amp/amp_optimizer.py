@@ -322,7 +322,7 @@ class AmpOptimizerMixin(OptimizerAccessors):
         Raises:
             RuntimeError: ``combine_ddp`` averages gradients, which Join does not support.
         """
-        if self._amp_state.sync is not None:
+        if self._amp_state.parallel is not None:
             raise RuntimeError(
                 "torch.distributed.algorithms.Join does not support combine_ddp=True: all processes have to call "
                 "amp.scale_loss equally often. Pad or drop the last batches (DistributedSampler does either), or wrap "

@@ -253,11 +253,9 @@ class Block:
             for group in groups:
                 drop_grads(group.params)
                 group.forget(set_to_none=True)
-            state.stage, state.grad_scale = Stage.READY, 1.0
+            state.stage, state.grad_scale, state.has_local_grads = Stage.READY, 1.0, False
             if state.pending is not None:
                 state.pending.clear()
-            if state.sync is not None:
-                state.sync.clear()
 
 
 class UnscaledBlock(Block):

@@ -27,7 +27,7 @@ def check_block(optimizers: Sequence[Optimizer], scaler: LossScaler, *, delays: 
             "with delay_unscale or delay_overflow_check, or in DistributedDataParallel.no_sync(): the host remembers "
             "what is left to do. Leave them out"
         )
-    if any(state.sync is not None for state in states):
+    if any(state.parallel is not None for state in states):
         raise _refusal(
             "with combine_ddp=True: the host waits for the averages. Use DistributedDataParallel, as torch's notes on "
             "CUDA graphs describe"

@@ -27,35 +27,6 @@ from apex_npu.fusion import FlatGrads, are_same
 logger = logging.getLogger(__name__)
 
 
-class GradSync:
-    """The averaging state of one optimizer's gradients.
-
-    Attributes:
-        parallel: The processes that average the gradients, and how.
-        has_local_grads: There are gradients of this process that have not been averaged yet.
-    """
-
-    def __init__(self, parallel: DataParallel) -> None:
-        self.parallel = parallel
-        self.has_local_grads = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the processes. A copy uses those of the session in which it is loaded."""
-        return {"has_local_grads": self.has_local_grads}
-
-    def check_averaged(self) -> None:
-        """Raise, before a step, if the gradients are those of this process alone."""
-        if self.has_local_grads:
-            raise RuntimeError(
-                "the gradients are those of this process alone: the last scale_loss was inside of amp.no_sync(); "
-                "before step(), close one outside of it, or call zero_grad()"
-            )
-
-    def clear(self) -> None:
-        """Take note that the gradients have been cleared."""
-        self.has_local_grads = False
-
-
 @dataclass
 class _Fitted:
     """A reducer, and the gradient groups and tensors it was made for."""

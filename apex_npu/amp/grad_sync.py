@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from apex_npu.amp.block import Block, BlockPart
-from apex_npu.amp.data_parallel import DataParallel, GradSync, agree_on_overflow, buffer_finder
+from apex_npu.amp.data_parallel import DataParallel, agree_on_overflow, buffer_finder
 from apex_npu.amp.optimizer_state import Stage
 from apex_npu.amp.session import require
 from apex_npu.distributed.grad_reducer import GradReducer
@@ -66,12 +66,10 @@ class Agreement(BlockPart):
                 communicates; None: that of the gradients.
         """
         self._agreeing = list(groups)
-        prepared = [state.sync for state in block.states if state.sync is not None]
-        self._parallel: DataParallel | None = prepared[0].parallel if prepared else None
-        self._averaged = [i for i, state in enumerate(block.states) if state.averages]
-        self._syncs: list[GradSync] = [block.states[i].sync for i in self._averaged]
+        self._parallel = next((state.parallel for state in block.states if state.parallel is not None), None)
+        self._averaged = [state for state in block.states if state.averages]
         self._averaging: tuple[DataParallel, GradReducer] | None = None
-        self._local_after = bool(self._syncs) and block.session.no_sync_depth > 0
+        self._local_after = bool(self._averaged) and block.session.no_sync_depth > 0
 
     def before_begin(self, block: Block) -> None:
         """Begin to average the gradients of the backward that follows, while it runs."""
@@ -79,9 +77,9 @@ class Agreement(BlockPart):
         if parallel is None:
             return
         if self._averaged:
-            states = [block.states[i] for i in self._averaged]
+            averaged = [o for o, state in zip(block.optimizers, block.states, strict=True) if state.averages]
             # In no_sync, too: parameters trained now take part in the next average, even if they are frozen before it.
-            reducer = parallel.fit(states, [block.optimizers[i] for i in self._averaged], block.groups)
+            reducer = parallel.fit(self._averaged, averaged, block.groups)
             if reducer is not None and not self._local_after:
                 reducer.begin(buffer_finder(block.groups))
                 self._averaging = parallel, reducer
@@ -95,8 +93,8 @@ class Agreement(BlockPart):
             parallel, reducer = self._averaging
             parallel.finish(reducer, block.scale, dynamic=block.dynamic)
             self._averaging = None
-        for sync in self._syncs:
-            sync.has_local_grads = self._local_after
+        for state in self._averaged:
+            state.has_local_grads = self._local_after
 
     def after_unscale(self, block: Block, found_inf: bool) -> bool:
         if self._exchanges(block):
@@ -114,7 +112,7 @@ class Agreement(BlockPart):
             with suppress(RuntimeError):  # the other processes have ended: ``error`` matters more
                 for group, device_type in self._agreeing:
                     agree_on_overflow(True, block.scale, group, _device(block, device_type), failed=True)
-        return bool(self._syncs)
+        return bool(self._averaged)
 
     def _exchanges(self, block: Block) -> bool:
         """Return whether processes communicate at the end: to decide, or to report an error inside ``no_sync``."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from apex_npu._cli import hooks
 from apex_npu.amp.accessors import OptimizerAccessors
+from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.masters import Masters
 from apex_npu.amp.optimizer_grads import OptimizerGrads
@@ -74,7 +75,8 @@ class AmpOptimizerState:
         masters: The float32 values of 16-bit parameters.
         grads: The gradient groups of the optimizer, and the state of its gradients.
         pending: The work that blocks leave to the step, with ``fuse_unscale`` or if the device skips steps; else None.
-        sync: The averaging of gradients over processes, with ``combine_ddp``; else None.
+        parallel: Averages gradients over processes, with ``combine_ddp``; else None.
+        has_local_grads: There are gradients of this process that ``parallel`` has not averaged yet.
         legacy: An object that a package above amp keeps here; its ``clear`` is called when gradients are cleared.
         links: Objects that the optimizer shares with the models that it steps; see ``CopyLink``.
     """
@@ -87,7 +89,8 @@ class AmpOptimizerState:
     masters: Masters = field(default_factory=Masters)
     grads: OptimizerGrads = field(default_factory=OptimizerGrads)
     pending: Any = None
-    sync: Any = None
+    parallel: DataParallel | None = None
+    has_local_grads: bool = False
     legacy: Any = None
     links: list[Any] = field(default_factory=list)
 
@@ -95,18 +98,15 @@ class AmpOptimizerState:
         """Return the state as it is outside of a block, without buffers, which a copy makes itself."""
         self.resolve()
         # Parameters are copied without their gradients.
-        return {**self.__dict__, "stage": Stage.READY, "grad_scale": 1.0, "grads": OptimizerGrads()}
+        fresh = {"stage": Stage.READY, "grad_scale": 1.0, "grads": OptimizerGrads()}
+        # A copy averages over the processes of the session in which it is loaded.
+        return {**self.__dict__, **fresh, "parallel": self.parallel is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore ``state``, and link it with the copied model, so that the model's state dicts show its masters."""
         self.__dict__.update(state)
         session = current()
-        if self.sync is not None:
-            parallel = None if session is None else session.data_parallel
-            if parallel is None:
-                self.sync = None
-            else:
-                self.sync.parallel = parallel
+        self.parallel = session.data_parallel if session is not None and state["parallel"] else None
         known: KnownDDPs = [] if session is None else session.ddps
         if session is None and self.links:
             find_ddps(known)
@@ -143,7 +143,7 @@ class AmpOptimizerState:
     @property
     def averages(self) -> bool:
         """True if the gradients are averaged over processes; the script can turn this off."""
-        return bool(self.sync is not None and self.policy.combine_ddp and self.policy.combine_grad)
+        return bool(self.parallel is not None and self.policy.combine_ddp and self.policy.combine_grad)
 
     def combine(self, **options: Any) -> None:
         """Change ``combine_grad`` or ``combine_ddp`` of this optimizer alone, between two steps.
@@ -155,12 +155,12 @@ class AmpOptimizerState:
         policy = replace(self.policy, **options)
         if policy == self.policy:
             return
-        if policy.combine_ddp and self.sync is None:
+        if policy.combine_ddp and self.parallel is None:
             raise RuntimeError(
                 "combine_ddp = True was set on an optimizer that amp.initialize has not prepared for it; pass "
                 "combine_grad=True and combine_ddp=True there"
             )
-        if self.sync is not None and self.stage is not Stage.READY:
+        if self.parallel is not None and self.stage is not Stage.READY:
             raise RuntimeError(
                 f"{' and '.join(options)} was changed between amp.scale_loss and step(), when some gradients may be "
                 "averages and others not; change it after step() or zero_grad()"
@@ -284,8 +284,11 @@ class AmpOptimizerState:
         if self.stage is not Stage.UNSCALED:
             warning = self._begin_without_block(optimizer)
         self.masters.begin_step(optimizer)
-        if self.sync is not None:
-            self.sync.check_averaged()
+        if self.parallel is not None and self.has_local_grads:
+            raise RuntimeError(
+                "the gradients are those of this process alone: the last scale_loss was inside of amp.no_sync(); "
+                "before step(), close one outside of it, or call zero_grad()"
+            )
         for group in self.grads.groups_of(optimizer) if self.masters.swaps else ():
             group.begin_step()
         if self.grads.dropped:
@@ -408,12 +411,12 @@ class AmpOptimizerState:
             group.forget(set_to_none)
         self.decision = None
         self.grads.unchecked = self.grads.saturated = False
-        self.grads.scaled_by = ""
+        self.grads.scaled_by, self.has_local_grads = "", False
         if self.stage is not Stage.SCALED:  # in an open block backward is about to add scaled gradients
             self.stage, self.grad_scale = Stage.READY, 1.0
         for memory in self.grads.lending:
             memory.let_go()
-        for rare in (self.pending, self.sync, self.legacy):
+        for rare in (self.pending, self.legacy):
             if rare is not None:
                 rare.clear()
 

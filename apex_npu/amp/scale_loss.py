@@ -146,7 +146,7 @@ def _open_block(session: Session, loss: Tensor, optimizers: Any, loss_id: int, d
             _check_begins(optimizer, state)
         if state.report is None:
             warn_of_dtypes(session, optimizer, state)
-        ordinary = ordinary and state.pending is None and state.sync is None and not state.policy.combine_ddp
+        ordinary = ordinary and state.pending is None and state.parallel is None and not state.policy.combine_ddp
         unscaled = unscaled and state.is_unscaled
         states.append(state)
     if ordinary and unscaled and not capturing:
@@ -195,7 +195,7 @@ def _check_begins(optimizer: Optimizer, state: AmpOptimizerState) -> None:
 def _make_special(block: Block, loss: Tensor, delay: Delay | None) -> None:
     """Give ``block`` the parts it needs for the rare cases."""
     session, states = block.session, block.states
-    synced = any(state.sync is not None for state in states)
+    synced = any(state.parallel is not None for state in states)
     params = [p for group in block.groups for p in group.params] if session.ddps else []
     ddps = [] if synced else ddps_of(may_keep_grads(session.ddps), params)
     if ddps and is_capturing() and any(state.widens for state in states):
@@ -261,12 +261,12 @@ def _check_fusing(given: Any, states: Sequence[AmpOptimizerState]) -> None:
 
 
 def _check_parallel(states: Sequence[AmpOptimizerState]) -> None:
-    if len({id(None if state.sync is None else state.sync.parallel) for state in states}) > 1:
+    if len({id(state.parallel) for state in states}) > 1:
         raise RuntimeError(
             "the optimizers of one scale_loss block must come from one amp.initialize if one of them averages "
             "gradients over processes (combine_ddp=True); open a block for each"
         )
-    if any(state.sync is None and state.policy.combine_ddp for state in states):
+    if any(state.parallel is None and state.policy.combine_ddp for state in states):
         raise RuntimeError(
             "an optimizer that was copied or loaded under combine_ddp=True has lost its process group; "
             "call amp.initialize before it is copied or loaded"

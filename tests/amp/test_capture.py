@@ -152,7 +152,7 @@ def test_a_dynamic_scale_is_refused_with_nothing_done():
 
 def test_averages_over_processes_are_refused_with_nothing_done(monkeypatch):
     model, optimizer = initialized("O0")
-    monkeypatch.setattr(optimizer._amp_state, "sync", object())
+    monkeypatch.setattr(optimizer._amp_state, "parallel", object())
     loss = loss_of(model)
     with pytest.raises(RuntimeError, match=r"cannot be captured .*combine_ddp=True"), Capture():
         amp.scale_loss(loss, optimizer).__enter__()

@@ -93,7 +93,7 @@ def train_backwards(level):
 
 
 def reducer_of(optimizer):
-    (reducer,) = optimizer._amp_state.sync.parallel.reducers
+    (reducer,) = optimizer._amp_state.parallel.reducers
     return reducer
 
 
