@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from apex_npu._cli.command_line import did_you_mean
-from apex_npu.autocast.cast_policy import CastPolicy
+from apex_npu.autocast.cast_lists import CastPolicy
 from apex_npu.ops import LOW_PRECISION
 
 LossScale = float | Literal["dynamic"]
@@ -25,7 +25,6 @@ LossScale = float | Literal["dynamic"]
 class Policy(CastPolicy):
     """The settings of one level: the casts and all others. ``None`` in a tri-state field means "does not apply"."""
 
-    opt_level: str
     # The text that the banner prints after "Selected optimization level".
     brief: str
     master_weights: bool | None = None
@@ -41,11 +40,6 @@ class Policy(CastPolicy):
     # The float32 values of 16-bit parameters are kept as the 16 missing bits, or as 8 of them ("int8"); None: as 16
     # where kernels support this.
     store_param_remainders: bool | Literal["int8"] | None = None
-
-    @property
-    def title(self) -> str:
-        """The name of the policy in warnings."""
-        return self.opt_level
 
 
 OPT_LEVELS = {

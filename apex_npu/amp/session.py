@@ -267,7 +267,7 @@ class Session:
         if nesting and self.casts.is_here():
             raise RuntimeError(
                 f"{caller} was called inside torch.autocast, or inside the forward of a model, whose end would switch "
-                f"the casts of {self.policy.title} on again; call it after the block"
+                f"the casts of {self.policy.opt_level} on again; call it after the block"
             )
 
     def at_end(self, call: Callable[[], object]) -> None:

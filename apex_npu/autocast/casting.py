@@ -28,7 +28,7 @@ import torch.autograd
 from torch.autograd.function import BackwardCFunction
 
 from apex_npu.autocast.autocast_ops import install_dispatch_overlay
-from apex_npu.autocast.cast_policy import CastPolicy
+from apex_npu.autocast.cast_lists import CastPolicy
 from apex_npu.autocast.forward_cast import Ambient, without_autocast
 from apex_npu.autocast.monkey_patches import install_attribute_overlay
 from apex_npu.autocast.submodule_cast import TRACED

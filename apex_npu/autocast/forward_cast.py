@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from apex_npu.autocast.cast_lists import MODEL_FLOATS
-from apex_npu.autocast.cast_policy import CastPolicy
+from apex_npu.autocast.cast_lists import MODEL_FLOATS, CastPolicy
 from apex_npu.autocast.containers import cast_floating, cast_inputs
 from apex_npu.autocast.submodule_cast import ModelRef, call_marked, is_marked, unwatch_submodules, watch_submodules
 from apex_npu.backends.script_warnings import warn
@@ -128,7 +127,7 @@ def convert_model(
     inner = unwrapped_forward(model)
     if inner is None and isinstance(model, torch.jit.ScriptModule):
         inner = model.forward  # the class has no forward to call
-    forward = CastForward(model, inner, ModelRef(model), ambient or Ambient(), title=policy.title)
+    forward = CastForward(model, inner, ModelRef(model), ambient or Ambient(), opt_level=policy.opt_level)
     if policy.enabled:
         dtype = policy.model_dtype
         forward.input_dtype = dtype
@@ -199,7 +198,7 @@ class CastForward:
         of: The reference to the model that the hooks of its submodules share.
         ambient: O1's casts of the session. A forward at another level keeps them out. They record when a forward is not
             a region: inside another forward, or inside ``disable_casts``.
-        title: The name of the policy in warnings.
+        opt_level: The name of the level in messages.
         input_dtype: The dtype to which floating-point inputs are cast; None: they are not cast.
         output_dtype: The dtype to which floating-point outputs are cast; None: they are not cast.
         device_types: The device types for which the forward is an autocast region.
@@ -214,7 +213,7 @@ class CastForward:
     inner: Callable[..., Any] | None
     of: ModelRef
     ambient: Ambient
-    title: str = ""
+    opt_level: str = ""
     input_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     device_types: tuple[str, ...] = ()
@@ -245,7 +244,7 @@ class CastForward:
         self.looks_around = False
         device_type = param.device.type
         warn(
-            f"the model was initialized at {self.title}, so that it computes in {self.input_dtype}, and its "
+            f"the model was initialized at {self.opt_level}, so that it computes in {self.input_dtype}, and its "
             f"forward is called inside of torch.autocast({device_type!r}, "
             f"dtype={torch.get_autocast_dtype(device_type)}), which casts within the model a second time: leave one of "
             'both out, or initialize at "O1" (float16) or "O4" (bfloat16), whose casts replace those of the region'
@@ -281,7 +280,7 @@ class CastForward:
         if others:
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
             raise RuntimeError(
-                f"the forward of a model that amp.initialize has cast to {self.input_dtype} ({self.title}) "
+                f"the forward of a model that amp.initialize has cast to {self.input_dtype} ({self.opt_level}) "
                 f"has failed, and {others[0]}{more} have another dtype. They may have been converted "
                 "(model.float(), .double()), passed to functional_call, or added to the model, or they are buffers "
                 "that initialize reported as float32. Add modules before amp.initialize, or cast their inputs in "

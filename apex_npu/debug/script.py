@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from apex_npu.amp.inspect import patch_step, policy, settings
 from apex_npu.amp.policy import Policy, resolve
-from apex_npu.autocast.cast_policy import CastPolicy
+from apex_npu.autocast.cast_lists import CastPolicy
 from apex_npu.backends._torch_private import dispatch_modes
 from apex_npu.debug.comparison.check_operators import check_operators
 from apex_npu.debug.comparison.record import record
