@@ -23,7 +23,7 @@ from apex_npu.amp.float32_copies import module_snapshot, own_tensors, restore_fl
 from apex_npu.amp.fused_unscale import check_fusible
 from apex_npu.amp.kept_values import keep_values
 from apex_npu.amp.optimizer_state import inner_optimizer
-from apex_npu.amp.policy import OVERRIDES, Policy, resolve
+from apex_npu.amp.policy import OVERRIDES, Policy, check_count, resolve
 from apex_npu.amp.preconditions import (
     changes_dtypes,
     check_devices,
@@ -174,23 +174,8 @@ def initialize(
         ...         scaled_loss.backward()
         ...     optimizer.step()
     """
-    policy = resolve(
-        opt_level,
-        cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=loss_scale,
-        cast_model_outputs=cast_model_outputs,
-        combine_grad=combine_grad,
-        combine_ddp=combine_ddp,
-        ddp_replica_count=ddp_replica_count,
-        user_cast_preferred=user_cast_preferred,
-        check_combined_tensors=check_combined_tensors,
-        fuse_unscale=fuse_unscale,
-        store_param_remainders=store_param_remainders,
-        ddp_reduce_dtype=ddp_reduce_dtype,
-    )
+    given = locals()
+    policy = resolve(opt_level, **{name: given[name] for name in OVERRIDES})
     options = DynamicScaleOptions(
         dynamic_init_scale,
         scale_growth_factor,
@@ -200,12 +185,11 @@ def initialize(
         max_loss_scale,
         scale_hysteresis,
     )
-    if skip_alarm is not None and (isinstance(skip_alarm, bool) or not isinstance(skip_alarm, int) or skip_alarm < 1):
-        raise ValueError(f"skip_alarm must be None or an integer >= 1, got {skip_alarm!r}")
+    if skip_alarm is not None:
+        check_count("skip_alarm", skip_alarm)
     if not isinstance(keep_frozen_float32, bool):
         raise TypeError(f"keep_frozen_float32 must be True or False, got {keep_frozen_float32!r}")
-    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
-        raise ValueError(f"num_losses must be an integer >= 1, got {num_losses!r}")
+    check_count("num_losses", num_losses)
     model_list, optimizer_list = _listed(models, optimizers)
     scalers = [make_scaler(policy.loss_scale, options) for _ in range(num_losses)]
     policy = replace(policy, enabled=bool(enabled))

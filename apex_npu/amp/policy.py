@@ -142,25 +142,21 @@ def _check_remainders(level: Policy, given: dict[str, Any]) -> None:
         )
 
 
-def _flag(name: str, value: Any) -> bool:
+def _flag(name: str, value: Any, *others: str) -> bool | str:
     # Scripts pass strings from argparse.
     if isinstance(value, str) and value in ("True", "False"):
         return value == "True"
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True, False or None, got {value!r}")
-    return value
+    if not isinstance(value, bool) and value not in others:
+        raise TypeError(f"{name} must be {', '.join(['True', 'False', *map(repr, others)])} or None, got {value!r}")
+    return value  # type: ignore[no-any-return]
 
 
-def _flag_or_error(name: str, value: Any) -> bool | Literal["error"]:
-    return "error" if value == "error" else _flag(name, value)
+def _flag_or_error(name: str, value: Any) -> bool | str:
+    return _flag(name, value, "error")
 
 
-def _remainders(name: str, value: Any) -> bool | Literal["int8"]:
-    if value == "int8":
-        return "int8"
-    if not isinstance(value, bool) and value not in ("True", "False"):
-        raise TypeError(f"{name} must be True, False, 'int8' or None, got {value!r}")
-    return _flag(name, value)
+def _flag_or_int8(name: str, value: Any) -> bool | str:
+    return _flag(name, value, "int8")
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:
@@ -192,7 +188,8 @@ def _loss_scale(name: str, value: Any) -> LossScale:
     return scale
 
 
-def _count(name: str, value: Any) -> int:
+def check_count(name: str, value: Any) -> int:
+    """Return ``value``, an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
     return value
@@ -207,12 +204,12 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "cast_model_outputs": _dtype,
     "combine_grad": _flag,
     "combine_ddp": _flag,
-    "ddp_replica_count": _count,
+    "ddp_replica_count": check_count,
     "ddp_reduce_dtype": _reduce_dtype,
     "user_cast_preferred": _flag,
     "check_combined_tensors": _flag_or_error,
     "fuse_unscale": _flag,
-    "store_param_remainders": _remainders,
+    "store_param_remainders": _flag_or_int8,
 }
 
 # The arguments of ``initialize`` that override a level's settings.

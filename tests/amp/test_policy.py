@@ -78,7 +78,7 @@ def test_overrides(given, field, value):
         ("O2", {"ddp_reduce_dtype": torch.float32}, RuntimeError, "dtype in which combine_ddp=True reduces"),
         ("O2", {"ddp_reduce_dtype": torch.float16}, TypeError, "must be torch.float32, torch.bfloat16 or None"),
         ("O2", {"ddp_replica_count": 0}, ValueError, "ddp_replica_count must be an integer >= 1, got 0"),
-        ("O2", {"check_combined_tensors": "warn"}, TypeError, "check_combined_tensors must be True, False or None"),
+        ("O2", {"check_combined_tensors": "warn"}, TypeError, "must be True, False, 'error' or None"),
     ],
 )
 def test_refused(level, given, error, message):

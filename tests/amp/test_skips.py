@@ -206,7 +206,7 @@ def test_hysteresis_skips_before_it_shrinks():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"skip_alarm": 0}, ValueError, "skip_alarm must be None or an integer >= 1, got 0"),
+        ({"skip_alarm": 0}, ValueError, "skip_alarm must be an integer >= 1, got 0"),
         ({"skip_alarm": True}, ValueError, "got True"),
         ({"scale_hysteresis": 0}, ValueError, "scale_hysteresis must be positive and finite, got 0"),
         ({"scale_hysteresis": 1.5}, ValueError, "scale_hysteresis must be an integer >= 1, got 1.5"),
