@@ -197,14 +197,8 @@ class Block:
                 state.grads.unchecked = False
             elif self.delay is not None and stage is not Stage.SCALED:
                 state.grads.unchecked |= self.unscales
-            if stage is Stage.DELAYED:
-                self._leave_delayed(state, groups)
-
-    @staticmethod
-    def _leave_delayed(state: AmpOptimizerState, groups: list[GradGroup]) -> None:
-        state.stage = Stage.DELAYED
-        for group in groups:
-            group.note_delayed()
+            for group in groups if stage is Stage.DELAYED else ():
+                group.note_delayed()
 
     @disable_dynamo
     def abandon(self, error: BaseException) -> None:
@@ -220,7 +214,9 @@ class Block:
             if state.stage is not Stage.SCALED:
                 continue
             if self.before.get(id(state)) is Stage.DELAYED:
-                self._leave_delayed(state, groups)
+                state.stage = Stage.DELAYED
+                for group in groups:
+                    group.note_delayed()
             else:
                 self._abandon_state(state, groups)
         for part in self.parts:

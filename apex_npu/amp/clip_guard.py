@@ -35,7 +35,7 @@ def watch_clipping(undo: ExitStack, adopted: Collection[Any], warn_once: Callabl
     """
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
-        name = original.__name__
+        name, by_torch = original.__name__, labelled("amp.clip")(original)
 
         def clip_list(listed: list[Tensor], *args: Any, **kwargs: Any) -> Any:
             # ``foreach`` selects one of torch's implementations.
@@ -43,7 +43,7 @@ def watch_clipping(undo: ExitStack, adopted: Collection[Any], warn_once: Callabl
             clip_at_once = None if asked or name != "clip_grad_norm_" else _clip_of(adopted, listed)
             if clip_at_once is None:
                 _check_clipped(adopted, warn_once, f"torch.nn.utils.{name}", listed)
-                return clip_by_torch(original, listed, *args, **kwargs)
+                return by_torch(listed, *args, **kwargs)
             kwargs.pop("foreach", None)
             return clip_at_once(*args, **kwargs)
 
@@ -67,12 +67,6 @@ def watch_clipping(undo: ExitStack, adopted: Collection[Any], warn_once: Callabl
                 continue  # of another wrapper
             undo.callback(setattr, cell, "cell_contents", original)
             cell.cell_contents = functools.wraps(original)(watched(original))
-
-
-@labelled("amp.clip")
-def clip_by_torch(original: Callable[..., Any], params: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Call ``original``, a clipping function of torch. Profilers show this function as a range."""
-    return original(params, *args, **kwargs)
 
 
 def _clip_of(adopted: Collection[Any], params: list[Tensor]) -> Callable[..., Tensor] | None:

@@ -101,7 +101,7 @@ class CopyLink:
             self._add(module)
         elif takes_inputs:
             self._wrapped.append(weakref.ref(module))
-        if not self.copied and is_cast(module):
+        if not self.copied and copies_of(module) is not None:
             self._undo.callback(module_snapshot(module))
             to_float32(module, values)
             if takes_inputs:
@@ -279,11 +279,6 @@ def copies_of(module: nn.Module) -> ModuleCopies | None:
     return copies if isinstance(copies, ModuleCopies) else None
 
 
-def is_cast(module: nn.Module) -> bool:
-    """Return True for a module of a model that amp has cast to low precision."""
-    return copies_of(module) is not None
-
-
 def show_float32(model: nn.Module, *, keeps: bool) -> None:
     """Make state dicts and copies of ``model``, and of its submodules, float32; the modules share a new ``CopyLink``.
 
@@ -294,7 +289,7 @@ def show_float32(model: nn.Module, *, keeps: bool) -> None:
     """
     link = CopyLink(keeps)
     for module in model.modules():
-        if is_cast(module) or isinstance(module, torch.jit.ScriptModule):
+        if copies_of(module) or isinstance(module, torch.jit.ScriptModule):
             continue
         module.register_state_dict_post_hook(_show_fp32)
         module.register_load_state_dict_pre_hook(_fill_masters)
@@ -348,7 +343,7 @@ def to_float32(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Make ``module``, without its submodules, a float32 module without hooks of amp.
 
     Args:
-        module: A module for which ``is_cast`` is true.
+        module: A module of a model that was cast to low precision.
         values: The float32 values of its own parameters, by name. Other parameters are widened.
     """
     for name, tensor in own_tensors(module):

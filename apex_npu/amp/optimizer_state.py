@@ -19,7 +19,7 @@ from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.masters import Masters
 from apex_npu.amp.optimizer_grads import OptimizerGrads
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.scaler import StepDecision, StepReport
+from apex_npu.amp.scaler import APPLIED, StepDecision, StepReport
 from apex_npu.amp.session import current, warn_once
 from apex_npu.backends._torch_private import labelled
 from apex_npu.backends.failed_updates import half_updated, has_ended_queue
@@ -390,16 +390,11 @@ class AmpOptimizerState:
         """Record that ``step`` has ended as decided, and drop the decision."""
         if self.pending is not None:
             self.pending.resolve_step()  # in order
-        decision, former = self.decision, self.report
+        decision, former = self.decision, self.report or APPLIED
         skip = decision is not None and decision.skip
-        self.report = StepReport(
-            applied=not skip,
-            loss_id=None if decision is None else decision.loss_id,
-            scale_before=None if decision is None else decision.scale_before,
-            scale_after=None if decision is None else decision.scale_after,
-            skipped_steps=(0 if former is None else former.skipped_steps) + skip,
-            skips_in_a_row=0 if not skip else 1 + (0 if former is None else former.skips_in_a_row),
-        )
+        by: tuple[int | None, float | None, float | None] = (None, None, None) if decision is None else decision[1:]
+        in_a_row = former.skips_in_a_row + 1 if skip else 0
+        self.report = StepReport(not skip, *by, former.skipped_steps + skip, in_a_row)
         self.decision, self.grads.unchecked = None, False
         if self.stage is not Stage.SCALED:
             self.stage = Stage.READY

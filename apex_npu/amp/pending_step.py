@@ -20,6 +20,7 @@ from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_grads import found_inf_flags
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.overflow_check import OverflowCheck
+from apex_npu.amp.scaler import APPLIED
 from apex_npu.amp.session import current, warn_once
 from apex_npu.backends import number_on, numbers_on
 from apex_npu.backends._torch_private import labelled
@@ -163,9 +164,9 @@ class PendingStep:
             return None
         if state.decision is not None and state.decision.skip:
             return None  # an earlier block has decided to skip the step
-        session, last = current(), state.report
+        session = current()
         # If the skip may raise the alarm, the host decides while the gradients to examine still exist.
-        skips = 1 + (0 if last is None else last.skips_in_a_row)
+        skips = 1 + (state.report or APPLIED).skips_in_a_row
         return check if session is None or skips != session.skip_alarm else None
 
     def _divide_with_check(self, optimizer: Optimizer, state: AmpOptimizerState) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apex_npu._extension import require_extension
-from apex_npu.amp.float32_copies import is_cast, own_tensors
+from apex_npu.amp.float32_copies import copies_of, own_tensors
 from apex_npu.amp.kept_values import check_averages
 from apex_npu.amp.optimizer_state import state_of
 from apex_npu.amp.policy import Policy
@@ -30,7 +30,7 @@ from apex_npu.ops import LOW_PRECISION
 def check_incoming(models: list[nn.Module], optimizers: list[Optimizer]) -> None:
     """Raise for models that cannot be converted or are wrapped, and for optimizers that cannot be adopted."""
     for model in models:
-        ours = {id(t) for module in filter(is_cast, model.modules()) for _, t in own_tensors(module)}
+        ours = {id(t) for module in filter(copies_of, model.modules()) for _, t in own_tensors(module)}
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise RuntimeError(
                 f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied "
@@ -62,7 +62,7 @@ def check_incoming(models: list[nn.Module], optimizers: list[Optimizer]) -> None
 def changes_dtypes(policy: Policy, model: nn.Module) -> bool:
     """Return whether ``initialize`` changes the dtype of parameters of ``model``."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return any(map(is_cast, model.modules())) or (policy.model_dtype is not None and dtypes != {policy.model_dtype})
+    return any(map(copies_of, model.modules())) or (policy.model_dtype is not None and dtypes != {policy.model_dtype})
 
 
 def check_scripted(policy: Policy, models: list[nn.Module]) -> None:
