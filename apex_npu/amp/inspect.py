@@ -73,7 +73,7 @@ def at_end(call: Callable[[], object]) -> None:
     """Register ``call`` to be called when the current session ends."""
     session = current()
     if session is not None:
-        session.at_end(call)
+        session.undo.callback(call)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from apex_npu.autocast.casting import CastHandle
 from apex_npu.autocast.float32_view import average_in_float32
 from apex_npu.autocast.forward_cast import CastForward
 from apex_npu.autocast.monkey_patches import compute_matrix_exp_in_float32
-from apex_npu.backends.patching import Patch, patch_attribute
+from apex_npu.backends.patching import patch_attribute
 from apex_npu.backends.script_warnings import warn
 from apex_npu.distributed.consistency import GroupReference
 from apex_npu.distributed.fully_sharded import HeldGradients, units_of
@@ -85,7 +85,7 @@ class Session:
         policy: The policy that results from the level and the overrides.
         open_checks: For each scaler the ``OverflowCheck`` that its last block has left open.
         verbosity: 0 silent, 1 normal.
-        patches: The functions for which users have registered casts.
+        patches: Functions that patch those for which users have registered casts.
         adopted: The optimizers that were passed to ``initialize``, in this session and earlier ones, and their copies.
         models: The forwards of models that this session and earlier ones have converted.
         casts: O1's casts of functions.
@@ -101,12 +101,13 @@ class Session:
             changed.
         reached: For each optimizer, the other optimizers whose parameters also get gradients from its blocks.
         spare_flags: For each device, a flag that a block has found to be 0, for the next block.
+        undo: The calls that undo ``enable``, when another session replaces this one, or at ``shutdown``.
     """
 
     policy: Policy
     _scalers: list[LossScaler]
     verbosity: int = 1
-    patches: list[Patch] = field(default_factory=list)
+    patches: list[Callable[[ExitStack], None]] = field(default_factory=list)
     adopted: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     models: list[weakref.ref[CastForward]] = field(default_factory=list)
     casts: CastHandle = field(default_factory=lambda: CastHandle(before_forward=before_forward))
@@ -122,7 +123,7 @@ class Session:
     open_checks: dict[LossScaler, Any] = field(default_factory=dict)
     reached: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = field(default_factory=weakref.WeakKeyDictionary)
     spare_flags: dict[torch.device, Tensor] = field(default_factory=dict)
-    _undo: ExitStack = field(default_factory=ExitStack)
+    undo: ExitStack = field(default_factory=ExitStack)
     _warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
 
     def check_sharded_before(self) -> None:
@@ -238,25 +239,25 @@ class Session:
         return {p: name for model in self.live_models() for name, p in model.named_parameters()}
 
     def enable(self) -> None:
-        """Apply the patches of this session. If this fails, ``undo`` reverts the part that was done."""
+        """Apply the patches of this session. If this fails, ``undo`` has the part that was done."""
         if self.policy.enabled:
-            watch_clipping(self._undo, self.adopted, self.warn_once)
-            patch_attribute(self._undo, nn.Module, "zero_grad", clearing_aside(self.adopted))
-            average_in_float32(self._undo)
+            watch_clipping(self.undo, self.adopted, self.warn_once)
+            patch_attribute(self.undo, nn.Module, "zero_grad", clearing_aside(self.adopted))
+            average_in_float32(self.undo)
             if self.policy.model_dtype in LOW_PRECISION and "cpu" in self.casts.device_types:
-                compute_matrix_exp_in_float32(self._undo)
-            self._undo.callback(watch_ddps(self.ddps, self._check_averaged_once).remove)
-            patch_attribute(self._undo, DistributedDataParallel, "__setstate__", adding_to(self.ddps))
+                compute_matrix_exp_in_float32(self.undo)
+            self.undo.callback(watch_ddps(self.ddps, self._check_averaged_once).remove)
+            patch_attribute(self.undo, DistributedDataParallel, "__setstate__", adding_to(self.ddps))
             patch_attribute(
-                self._undo,
+                self.undo,
                 nn.parallel.distributed,
                 "_sync_module_states",
                 around_broadcast(before_broadcast, partial(follow_broadcast, self.adopted, self.scalers)),
             )
-        self._undo.callback(self.casts.undo)
+        self.undo.callback(self.casts.undo)
         self.casts.enable(self.policy, self.patches)
         if self.casts.active:
-            step_without(self.casts, self._undo)
+            step_without(self.casts, self.undo)
         for forward in filter(None, [reference() for reference in self.models]):
             forward.ambient = self.casts
 
@@ -269,14 +270,6 @@ class Session:
                 f"{caller} was called inside torch.autocast, or inside the forward of a model, whose end would switch "
                 f"the casts of {self.policy.opt_level} on again; call it after the block"
             )
-
-    def at_end(self, call: Callable[[], object]) -> None:
-        """Register ``call`` to be called when another session replaces this one, or at ``shutdown``."""
-        self._undo.callback(call)
-
-    def undo(self) -> None:
-        """Undo ``enable``."""
-        self._undo.close()
 
     def restore_models(self) -> None:
         """Make models float32 again, and update the DistributedDataParallel instances around them."""
@@ -351,15 +344,15 @@ def install(session: Session) -> None:
             for state in replaced:
                 state.retire(undo)
             if former is not None:
-                former.undo()  # first, because patches of two sessions must be nested
+                former.undo.close()  # first, because patches of two sessions must be nested
                 session.continue_from(former)
             session.enable()
             _current = session
         except BaseException:
             undo.close()
-            session.undo()
+            session.undo.close()
             if former is not None:
-                former.undo()
+                former.undo.close()
                 former.enable()
             raise
         for optimizer in own:  # link with models of the former session
@@ -379,11 +372,11 @@ def standing_in(session: Session) -> Iterator[None]:
     with disable_casts():
         try:
             _current = session
-            session._undo.callback(session.casts.undo)
+            session.undo.callback(session.casts.undo)
             session.casts.enable(session.policy, session.patches)
             yield
         finally:
-            session.undo()
+            session.undo.close()
             _current = former
 
 
@@ -446,7 +439,7 @@ def shutdown() -> None:
         former = _current
         if former is not None:
             former.check_regions("amp.shutdown")
-            former.undo()
+            former.undo.close()
             for parallel in former.data_parallels:
                 parallel.close()
             former.restore_models()

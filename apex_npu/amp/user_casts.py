@@ -31,6 +31,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -39,7 +40,7 @@ from torch import Tensor
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current, disable_casts
 from apex_npu.autocast.cast_lists import AUTOCAST_FLOATS, MODEL_FLOATS
-from apex_npu.backends.patching import Patch
+from apex_npu.backends.patching import patch_attribute
 from apex_npu.ops import LOW_PRECISION
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -184,13 +185,13 @@ def _without(owner: Any, name: str) -> list[tuple[Any, str, Kind]]:
     return [old for old in _registered if old[0] is not owner or old[1] != name]
 
 
-def registered_patches(policy: Policy) -> list[Patch]:
-    """Return the patches that ``policy`` needs for the currently registered functions.
+def registered_patches(policy: Policy) -> list[Callable[[ExitStack], None]]:
+    """Return functions that patch the currently registered functions as ``policy`` needs, until a stack is closed.
 
     Raises:
         ValueError: A registered attribute no longer exists.
     """
-    patches = []
+    patches: list[Callable[[ExitStack], None]] = []
     for owner, name, kind in _registered if policy.patch_torch_functions else []:
         if not hasattr(owner, name):
             raise ValueError(
@@ -198,7 +199,8 @@ def registered_patches(policy: Policy) -> list[Patch]:
                 "needed, call amp.unregister_function first."
             )
         keep_casts = kind == "promote" and not policy.user_cast_preferred
-        patches.append(Patch(owner, name, functools.partial(_casting, kind=kind, keep_casts=keep_casts)))
+        make = functools.partial(_casting, kind=kind, keep_casts=keep_casts)
+        patches.append(functools.partial(patch_attribute, owner=owner, name=name, make=make))
     return patches
 
 

@@ -33,7 +33,7 @@ from apex_npu.autocast.forward_cast import Ambient, without_autocast
 from apex_npu.autocast.monkey_patches import install_attribute_overlay
 from apex_npu.autocast.submodule_cast import TRACED
 from apex_npu.backends._torch_private import checkpoint_frame, data_worker
-from apex_npu.backends.patching import Patch, patch_attribute
+from apex_npu.backends.patching import patch_attribute
 
 
 class CastHandle(Ambient):
@@ -48,12 +48,12 @@ class CastHandle(Ambient):
         super().__init__(device_types, before_forward)
         self._undo = ExitStack()
 
-    def enable(self, policy: CastPolicy, patches: Sequence[Patch] = ()) -> None:
+    def enable(self, policy: CastPolicy, patches: Sequence[Callable[[ExitStack], None]] = ()) -> None:
         """Switch the casts on, or do nothing if the policy has no such casts. After a failure call ``undo``.
 
         Args:
             policy: The policy, for ``patch_torch_functions``, ``autocast_dtype`` and ``allow_banned``.
-            patches: Functions that users have registered, which are patched after O1's own.
+            patches: The patches of functions that users have registered, which are made after O1's own.
         """
         if not (policy.enabled and policy.patch_torch_functions):
             return
@@ -67,7 +67,7 @@ class CastHandle(Ambient):
         for device_type in self.device_types:
             _set_autocast(self._undo, device_type, policy.autocast_dtype)
         for patch in patches:
-            patch_attribute(self._undo, *patch)
+            patch(self._undo)
         self.active = True
 
     def undo(self) -> None:

@@ -8,23 +8,9 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 _ABSENT = object()
-
-
-class Patch(NamedTuple):
-    """The replacement of ``owner.name`` by ``make(owner.name)``.
-
-    Attributes:
-        owner: A module, a class, or an object.
-        name: The attribute, which must exist.
-        make: A function that takes the attribute's value and returns the replacement.
-    """
-
-    owner: Any
-    name: str
-    make: Callable[[Any], Any]
 
 
 def patch_attribute(undo: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
