@@ -52,7 +52,6 @@ class Float32Masters(Masters):
     swaps = True
 
     def __init__(self) -> None:
-        """Make an object without parameters."""
         super().__init__()
         self._params: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -73,20 +72,17 @@ class Float32Masters(Masters):
         self._loose: list[int] = list(range(len(self._params)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the parameters and their values."""
         self._take_written()
         values = list(map(self._value, range(len(self._params))))
         names = ("retired", "own_values", "uncast", "_params", "_dtypes", "_is_new")
         return {**{name: getattr(self, name) for name in names}, "_values": values}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``."""
         Masters.__init__(self)
         self.__dict__.update(state)
         self._forget_memory_of_values()
 
     def params(self) -> list[Tensor]:
-        """Return the parameters that have float32 values."""
         return self._params
 
     def make(self, optimizer: Any, fp32_values: Mapping[int, Tensor] = MappingProxyType({})) -> bool:
@@ -100,23 +96,19 @@ class Float32Masters(Masters):
             return self._is_new
         self._take_written()
         low = [p for params in lists for p in map(params.__getitem__, low_precision_of(params))]
-        known = dict(zip(map(id, self._params), self._values, strict=True))
+        known = {id(p): (v, d) for p, v, d in zip(self._params, self._values, self._dtypes, strict=True)}
         found = {id(p): p for p in low if p.requires_grad or id(p) in known}
         session = current()
         alive = {} if session is None else session.parameter_names()
         former = {id(p): p for p in self._params if p in alive}
         params = list({**former, **found}.values())
         new = [p for p in params if id(p) not in known]
-        values = [known.get(id(p)) for p in params]
-        made = [
-            _value_of(p, fp32_values.get(id(p))) if value is None else value
-            for p, value in zip(params, values, strict=True)
-        ]
-        leave_private_formats([*params, *made])
-        known_dtypes = dict(zip(map(id, self._params), self._dtypes, strict=True))
-        dtypes = [known_dtypes.get(id(p), p.dtype) for p in params]
+        known.update((id(p), (_value_of(p, fp32_values.get(id(p))), p.dtype)) for p in new)
+        values = [known[id(p)][0] for p in params]
+        dtypes = [known[id(p)][1] for p in params]
+        leave_private_formats([*params, *values])
         self.own_values = [*self.own_values, *new]
-        self._params, self._values, self._dtypes = params, made, dtypes
+        self._params, self._values, self._dtypes = params, values, dtypes
         self._is_new = self._is_new or bool(new)
         buffers = self._buffers
         self._forget_memory_of_values()
@@ -126,7 +118,6 @@ class Float32Masters(Masters):
         return self._is_new
 
     def find_new(self, optimizer: Any) -> bool:
-        """Make values of parameters that a script has added; return True if there are any since the last block."""
         self._follow(optimizer)
         is_new, self._is_new = self._is_new, False
         return is_new
@@ -137,12 +128,10 @@ class Float32Masters(Masters):
         self.make(optimizer)
 
     def has(self, param: Tensor) -> bool:
-        """Return whether ``param`` has a float32 value."""
         return id(param) in self._index_of
 
     @torch.no_grad()
     def take_values(self, fp32_values: Mapping[int, Tensor]) -> None:
-        """Set values, given by the identity of their parameter."""
         for i, param in enumerate(self._params):
             if id(param) in fp32_values:
                 self._value(i).copy_(fp32_values[id(param)])
@@ -156,7 +145,6 @@ class Float32Masters(Masters):
 
     @torch.no_grad()
     def load(self, param: Tensor, value: Tensor) -> Tensor:
-        """Set the value of ``param``, and return ``value`` for the 16-bit data."""
         self._value(self._index_of[id(param)]).copy_(value)
         return value
 
@@ -170,7 +158,6 @@ class Float32Masters(Masters):
 
     @torch.no_grad()
     def round_own_values(self) -> None:
-        """Round the values of ``own_values``."""
         self._take_written()
         indices = [self._index_of[id(p)] for p in self.own_values if id(p) in self._index_of]
         if indices and not self._open:
@@ -233,7 +220,6 @@ class Float32Masters(Masters):
             self._writes.note(params, changed)
 
     def take_assigned(self) -> None:
-        """Use float32 data that a script has assigned to a parameter as its value."""
         if self._open or len(low_precision_of(self._params)) == len(self._params):
             return
         for i, param in enumerate(self._params):
@@ -345,7 +331,6 @@ class Float32Masters(Masters):
         return index is not None and self._values[index].stride() == param.stride()
 
     def has_flat_model(self, groups: Sequence[FusedGroup]) -> bool:
-        """Return whether the 16-bit data is laid out like the values in the buffers of ``groups``."""
         return are_same(groups, self._groups) and not any(b.table.broken(b.params) for _, b in self._buffers)
 
     def combined_model(self, groups: Sequence[FusedGroup]) -> list[Tensor]:

@@ -159,7 +159,6 @@ class RemainderMasters(Masters):
         return False
 
     def take_assigned(self) -> None:
-        """Use float32 data that a script has assigned to a 16-bit parameter as its master."""
         for index in set(range(len(self._stepped))).difference(low_precision_of(self._stepped)):
             param = self._stepped[index]
             view = self._view(param)
@@ -174,7 +173,6 @@ class RemainderMasters(Masters):
         return self._view(param) is not None or any(param is p for p in self.params())
 
     def take_values(self, fp32_values: Mapping[int, Tensor]) -> None:
-        """Store the remainders of ``fp32_values``, which maps ``id(param)`` to the value of a parameter."""
         taking = [param for param in self.params() if id(param) in fp32_values]
         if not taking:
             return
