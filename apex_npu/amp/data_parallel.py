@@ -52,11 +52,6 @@ class DataParallel:
         self._agreed_scale: float | None = None
 
     @property
-    def group(self) -> Any:
-        """The process group that averages gradients."""
-        return self.options.group
-
-    @property
     def reducers(self) -> list[GradReducer]:
         """The reducers, one for each list of optimizers that has had a block."""
         fitted = [fitted for known in self._fitted.values() for fitted in known.values()]
@@ -95,7 +90,7 @@ class DataParallel:
         description = [(f"gradient {i}", f"{tuple(t.shape)}, {t.dtype}") for i, t in enumerate(tensors)]
         description.append(("the number of parameter groups with gradients", str(group_count)))
         try:
-            with failing_together(self.group) as descriptions:
+            with failing_together(self.options.group) as descriptions:
                 descriptions.append(description)
         except RanksDifferError as error:
             raise RanksDifferError(

@@ -20,13 +20,13 @@ from apex_npu._extension import REBUILD, extension
 from apex_npu.amp.adoption import adopt, adopt_inside, optimizer_snapshot
 from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.float32_copies import module_snapshot, own_tensors, restore_float32, show_float32
-from apex_npu.amp.fused_unscale import check_fusible
 from apex_npu.amp.kept_values import keep_values
 from apex_npu.amp.optimizer_state import inner_optimizer
 from apex_npu.amp.policy import OVERRIDES, Policy, check_count, resolve
 from apex_npu.amp.preconditions import (
     changes_dtypes,
     check_devices,
+    check_fusible,
     check_groups,
     check_incoming,
     check_inside_of_ddp,
@@ -324,7 +324,7 @@ def _set_up(
         undo.enter_context(optimizer._amp_state.masters.moving())
     try:
         undo.callback(_rebuild_reducers, ddps)
-        with _together(policy, None if parallel is None else parallel.group):
+        with _together(policy, None if parallel is None else parallel.options.group):
             modules = dict.fromkeys(module for model in models for module in model.modules())
             for module in modules:
                 undo.callback(module_snapshot(module))
@@ -377,7 +377,7 @@ def _start_alike(
     """
     tensors = [t for m in models for t in [*m.parameters(), *m.buffers()]]
     exact = [before[id(t)] for t in tensors]
-    broadcast_values(exact, parallel.group)
+    broadcast_values(exact, parallel.options.group)
     for t, value in zip(tensors, exact, strict=True):
         if t.dtype != value.dtype:
             t.data.copy_(value)

@@ -5,18 +5,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 from torch import Tensor
 
 from apex_npu.amp.block import STAGE_AFTER, Block, decide
 from apex_npu.amp.grad_groups import GradGroup
 from apex_npu.amp.optimizer_grads import any_raised, look_for_overflow, unscale
-from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, adopted_inside, inner_optimizer, state_of
+from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage
 from apex_npu.amp.overflow_check import OverflowCheck
 from apex_npu.amp.pending_step import ScaledGrads, supports_found_inf
-from apex_npu.amp.preconditions import check_unshared
-from apex_npu.amp.session import current
 
 
 class DeferringBlock(Block):
@@ -108,35 +105,3 @@ class DeferringBlock(Block):
             group.abandon_block(1.0, fuses=True)
         state.pending.scaled = ScaledGrads(groups)
         self._end_abandoned(state)
-
-
-def check_fusible(optimizers: Any) -> None:
-    """Raise if the given optimizers cannot work with gradients that stay scaled after the block.
-
-    Args:
-        optimizers: The argument of ``scale_loss`` or ``initialize``.
-
-    Raises:
-        RuntimeError: A wrapper, such as LARC, works on gradients before the step, or two optimizers step a parameter.
-    """
-    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    for optimizer in given:
-        inner = adopted_inside(optimizer)
-        if inner is not optimizer:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} wraps {type(inner).__name__}, and may work on gradients before step(), "
-                "which with fuse_unscale=True are still multiplied by the loss scale then: pass the wrapped optimizer "
-                "to scale_loss, or leave fuse_unscale out"
-            )
-        if inner_optimizer(optimizer) is not optimizer:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} works on gradients before step(), which with fuse_unscale=True are still "
-                "multiplied by the loss scale then; leave fuse_unscale out"
-            )
-    session = current()
-    adopted = [] if session is None else [o for o in session.adopted if o not in given]
-    holding = [o for o in adopted if (state := state_of(o)) is not None and state.holds_scaled]
-    if len(holding) + len(given) > 1:
-        check_unshared(
-            [*holding, *given], "with fuse_unscale=True each would unscale its gradient; leave fuse_unscale out"
-        )

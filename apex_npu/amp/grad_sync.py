@@ -86,7 +86,7 @@ class Agreement(BlockPart):
         all_averages = len(self._averaged) == len(block.states)
         # Averages, and so their overflows, are equal on all processes. Other gradients, and saturation flags, are not.
         if self._averaging is None or not all_averages or any(state.grads.saturates for state in block.states):
-            self._agreeing.insert(0, (parallel.group, None))
+            self._agreeing.insert(0, (parallel.options.group, None))
 
     def before_unscale(self, block: Block) -> None:
         if self._averaging is not None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from apex_npu._extension import require_extension
 from apex_npu.amp.float32_copies import copies_of, own_tensors
 from apex_npu.amp.kept_values import check_averages
-from apex_npu.amp.optimizer_state import state_of
+from apex_npu.amp.optimizer_state import adopted_inside, inner_optimizer, state_of
 from apex_npu.amp.policy import Policy
 from apex_npu.amp.session import current, settings
 from apex_npu.backends._torch_private import is_fake
@@ -246,6 +246,38 @@ def check_unshared(optimizers: Sequence[Optimizer], why: str) -> None:
         raise RuntimeError(
             f"a parameter of shape {tuple(param.shape)} belongs to two optimizers, {type(one).__name__} and "
             f"{type(other).__name__}: {why}"
+        )
+
+
+def check_fusible(optimizers: Any) -> None:
+    """Raise if the given optimizers cannot work with gradients that stay scaled after the block.
+
+    Args:
+        optimizers: The argument of ``scale_loss`` or ``initialize``.
+
+    Raises:
+        RuntimeError: A wrapper, such as LARC, works on gradients before the step, or two optimizers step a parameter.
+    """
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for optimizer in given:
+        inner = adopted_inside(optimizer)
+        if inner is not optimizer:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} wraps {type(inner).__name__}, and may work on gradients before step(), "
+                "which with fuse_unscale=True are still multiplied by the loss scale then: pass the wrapped optimizer "
+                "to scale_loss, or leave fuse_unscale out"
+            )
+        if inner_optimizer(optimizer) is not optimizer:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} works on gradients before step(), which with fuse_unscale=True are still "
+                "multiplied by the loss scale then; leave fuse_unscale out"
+            )
+    session = current()
+    adopted = [] if session is None else [o for o in session.adopted if o not in given]
+    holding = [o for o in adopted if (state := state_of(o)) is not None and state.holds_scaled]
+    if len(holding) + len(given) > 1:
+        check_unshared(
+            [*holding, *given], "with fuse_unscale=True each would unscale its gradient; leave fuse_unscale out"
         )
 
 

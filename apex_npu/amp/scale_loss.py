@@ -17,10 +17,11 @@ from apex_npu._cli import hooks
 from apex_npu.amp.accessors import OptimizerAccessors
 from apex_npu.amp.block import Block, BlockPart, Captured, Delay, Saturation, UnscaledBlock, Work
 from apex_npu.amp.capture import check_block
-from apex_npu.amp.fused_unscale import DeferringBlock, check_fusible
+from apex_npu.amp.fused_unscale import DeferringBlock
 from apex_npu.amp.grad_sync import Agreement, BucketViews, UnknownAverages
 from apex_npu.amp.loss_graph import FirstLook, Reaching, check_optimizers, warn_of_dtypes
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, stepped
+from apex_npu.amp.preconditions import check_fusible
 from apex_npu.amp.session import Session, require, settings
 from apex_npu.amp.sharding import HeldBack
 from apex_npu.backends import is_capturing
