@@ -137,38 +137,30 @@ class AmpOptimizerMixin(OptimizerAccessors):
             RuntimeError: Gradients are not unscaled: a scale_loss is open, or the last one had ``delay_unscale``.
         """
         state = self._amp_state
+        state.check_unscaled("clipping")
+        groups = state.grads.groups_of(self)
         # At a scale of 1 backward may run outside of blocks, but only a block removes a clipping factor left to a step.
         fuses = state.policy.fuse_unscale and (state.grad_scale != 1.0 or state.widens)
         if not fuses:
-            return self._clip_at_once(max_norm, norm_type, error_if_nonfinite)
-        state.check_unscaled("clipping")
-        groups = state.grads.groups_of(self)
+            return self._clip_at_once(groups, max_norm, norm_type, error_if_nonfinite)
         state.drop_cleared(self)
         flats, unfused = _gradients_of(groups)
         norm: Tensor = state.pending.clip(state.grad_scale, flats, unfused, max_norm, norm_type, error_if_nonfinite)
         return norm
 
     @labelled("amp.clip")
-    def _clip_at_once(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        *,
-        groups: list[GradGroup] | None = None,
-    ) -> Tensor:
+    def _clip_at_once(self, groups: list[GradGroup], *args: Any, **kwargs: Any) -> Tensor:
         state = self._amp_state
-        state.check_unscaled("clipping")
-        groups = state.grads.groups_of(self) if groups is None else groups
         if state.pending is not None:
             state.pending.start()  # clipping would hide an inf
             state.pending.clip_now(groups)
         state.drop_cleared(self)
-        return clip_grad_norm_(*_gradients_of(groups), max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm_(*_gradients_of(groups), *args, **kwargs)
 
     def _clip_like_torch(self, groups: list[GradGroup], *args: Any, **kwargs: Any) -> Tensor:
         """Clip as ``clip_optimizer_grad_norm_fused``, but return a DTensor for sharded gradients, as torch does."""
-        norm, meshes = self._clip_at_once(*args, **kwargs, groups=groups), self._amp_state.grads.meshes
+        self._amp_state.check_unscaled("clipping")
+        norm, meshes = self._clip_at_once(groups, *args, **kwargs), self._amp_state.grads.meshes
         return replicated(norm, meshes[0]) if meshes else norm
 
     def get_optimizer_combined_params(self) -> list[Tensor]:

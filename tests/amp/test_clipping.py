@@ -40,9 +40,9 @@ def fused_calls(monkeypatch):
     calls = []
     original = amp.amp_optimizer.clip_grad_norm_
 
-    def spy(*args):
+    def spy(*args, **kwargs):
         calls.append(args)
-        return original(*args)
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(amp.amp_optimizer, "clip_grad_norm_", spy)
     return calls
