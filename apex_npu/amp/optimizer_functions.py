@@ -37,7 +37,8 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
     def params() -> list[Tensor]:  # runs when the first parameter is requested
         if state is not None:
-            state.load_written()
+            for link in state.links:
+                link.load_written()
             state.drop_cleared(stepped)
         return [p for group in stepped.param_groups for p in group["params"]]
 
@@ -63,7 +64,8 @@ def float32_params(optimizer: Optimizer) -> Iterator[None]:
     if state is None:
         yield
         return
-    state.load_written()
+    for link in state.links:
+        link.load_written()
     state.masters.end_loop()
     with state.masters.float32_data():
         yield

@@ -128,12 +128,6 @@ class AmpOptimizerState:
             self.pending.resolve()
         return self.decision is not None and self.decision.skip
 
-    def load_written(self) -> None:
-        """Load a script's writes to tensors of the models' state dicts, before the models are read."""
-        for link in self.links:
-            if link.showing:
-                link.load_written()
-
     def resolve(self) -> None:
         """Make all decisions that were left to the device or to the step."""
         if self.pending is not None:
@@ -278,7 +272,9 @@ class AmpOptimizerState:
             RuntimeError: Gradients are scaled, are of one process alone, or come from blocks of other optimizers.
         """
         warning = None
-        self.load_written()
+        for link in self.links:
+            if link.showing:  # tensors of state dicts, to which a script may have written
+                link.load_written()
         if self.grads.scaled_by:
             self._check_not_scaled_by_others(optimizer, f"{type(optimizer).__name__}.step()")
         if self.stage is not Stage.UNSCALED:
