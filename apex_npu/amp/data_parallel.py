@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Fitted:
-    """A reducer, and the gradient groups and tensors it was made for."""
+    """A reducer, and the gradient groups and tensors it was made for; ``units`` is None before the first block."""
 
-    units: list[GradGroup]
+    units: list[GradGroup] | None = None
     reducer: GradReducer | None = None
     tensors: list[Tensor] = field(default_factory=list)
 
@@ -68,23 +68,19 @@ class DataParallel:
         Returns:
             The reducer; None if nothing is trained.
         """
-        key = tuple(map(id, states))
-        known = self._fitted.setdefault(states[0], {})
-        fitted = known.get(key)
-        if fitted is not None and are_same(fitted.units, units):
+        fitted = self._fitted.setdefault(states[0], {}).setdefault(tuple(map(id, states)), _Fitted())
+        if fitted.units is not None and are_same(fitted.units, units):
             return fitted.reducer
-        before = fitted or _Fitted([])
-        groups = _groups(optimizers, {id(t) for t in before.tensors})
+        groups = _groups(optimizers, {id(t) for t in fitted.tensors})
         tensors = [t for group in groups for t in group]
-        if fitted is not None and are_same(fitted.tensors, tensors):
-            fitted.units = units
-            return fitted.reducer
-        self._compare(tensors, len(groups))
-        if before.reducer is not None:
-            before.reducer.close()
-        reducer = GradReducer(groups, self.options, self.progress) if tensors else None
-        known[key] = _Fitted(units, reducer, tensors)
-        return reducer
+        if fitted.units is None or not are_same(fitted.tensors, tensors):
+            self._compare(tensors, len(groups))
+            if fitted.reducer is not None:
+                fitted.reducer.close()
+            fitted.reducer = GradReducer(groups, self.options, self.progress) if tensors else None
+            fitted.tensors = tensors
+        fitted.units = units
+        return fitted.reducer
 
     def _compare(self, tensors: Sequence[Tensor], group_count: int) -> None:
         description = [(f"gradient {i}", f"{tuple(t.shape)}, {t.dtype}") for i, t in enumerate(tensors)]
