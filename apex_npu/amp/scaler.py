@@ -116,7 +116,12 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a result of ``state_dict``."""
-        self.scale, self.good_steps = _checked(state)
+        scale, good_steps = float(state["loss_scale"]), int(state["unskipped"])
+        if not 0.0 < scale < math.inf:
+            raise ValueError(f"loss_scale in the state dict must be positive and finite, got {scale!r}")
+        if good_steps < 0:
+            raise ValueError(f"unskipped in the state dict must be >= 0, got {good_steps!r}")
+        self.scale, self.good_steps = scale, good_steps
 
 
 class DynamicLossScaler(LossScaler):
@@ -155,28 +160,6 @@ class DynamicLossScaler(LossScaler):
         """Load a result of ``state_dict``."""
         super().load_state_dict(state)
         self._overflows_in_a_row = int(state.get("overflows_in_a_row", 0))
-
-
-def in_apex_format(state_dict: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return the argument of ``amp.load_state_dict`` in Apex's format, translating the state of a GradScaler.
-
-    Args:
-        state_dict: The result of ``amp.state_dict()``, or of ``state_dict()`` of torch's GradScaler or torch_npu's.
-        count: Number of scalers to load. A GradScaler's one scale applies to all of them.
-    """
-    if not {"scale", "_growth_tracker"} <= state_dict.keys():
-        return state_dict
-    state = {"loss_scale": state_dict["scale"], "unskipped": state_dict["_growth_tracker"]}
-    return {f"loss_scaler{i}": state for i in range(count)}
-
-
-def _checked(state: dict[str, Any]) -> tuple[float, int]:
-    scale, good_steps = float(state["loss_scale"]), int(state["unskipped"])
-    if not 0.0 < scale < math.inf:
-        raise ValueError(f"loss_scale in the state dict must be positive and finite, got {scale!r}")
-    if good_steps < 0:
-        raise ValueError(f"unskipped in the state dict must be >= 0, got {good_steps!r}")
-    return scale, good_steps
 
 
 def make_scaler(loss_scale: LossScale, options: DynamicScaleOptions) -> LossScaler:

@@ -26,7 +26,7 @@ from apex_npu.amp.data_parallel import DataParallel
 from apex_npu.amp.float32_copies import copies_of, restore_float32
 from apex_npu.amp.kept_values import follow_broadcast
 from apex_npu.amp.policy import Policy
-from apex_npu.amp.scaler import LossScaler, StepReport, in_apex_format
+from apex_npu.amp.scaler import LossScaler, StepReport
 from apex_npu.amp.widened_grads import clearing_aside
 from apex_npu.autocast.casting import CastHandle
 from apex_npu.autocast.float32_view import average_in_float32
@@ -171,7 +171,9 @@ class Session:
             raise TypeError(
                 f"state_dict must be a dict as amp.state_dict() returns it, got {type(state_dict).__name__}"
             )
-        state_dict = in_apex_format(state_dict, len(self.scalers))
+        if {"scale", "_growth_tracker"} <= state_dict.keys():  # torch's GradScaler: one scale, for all losses
+            state = {"loss_scale": state_dict["scale"], "unskipped": state_dict["_growth_tracker"]}
+            state_dict = {f"loss_scaler{i}": state for i in range(len(self.scalers))}
         unexpected = [key for key in state_dict if "loss_scaler" not in key]
         if unexpected:
             listed = ", ".join(f'"{key}"' for key in unexpected)
