@@ -210,7 +210,7 @@ class NpuFusedMuon(NpuFusedAdamW):
         if group["use_muon"] != "auto":
             check_bool("use_muon", group["use_muon"])
         if not group["use_muon"]:
-            super().validate(group)
+            super().validate({**_ADAMW, **group})  # the constructor's defaults lack options of AdamW
             return
         for label, name in (("Learning rate", "lr"), ("momentum", "momentum"), ("weight decay", "weight_decay")):
             if not 0.0 <= as_number(name, group[name]) < math.inf:  # torch's message

@@ -297,6 +297,17 @@ def test_auto_makes_two_groups():
     assert alone["use_muon"] is False
 
 
+def test_all_groups_are_adamws_by_default():
+    found, expected = with_others(), with_others()
+    optimizer, adamw = NpuFusedMuon(found, use_muon=False), torch.optim.AdamW(expected)
+    for seed in range(3):
+        for each, rule in ((found, optimizer), (expected, adamw)):
+            give(seed, each)
+            rule.step()
+    for p, q in zip(found, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
 def test_a_state_dict_of_the_other_rule_is_refused():
     optimizer = NpuFusedMuon(params())
     before = copy.deepcopy(optimizer.state_dict())
