@@ -548,8 +548,9 @@ class FusedOptimizer(CombinedAccessors, StateDicts):
         Raises:
             AttributeError: It is assigned.
         """
-        groups = self.param_groups
-        each = (self.state_formats.kept_in(groups, self.state_names(group)) for group in groups)
+        groups, formats = self.param_groups, self.state_formats
+        wider = formats.are_too_narrow(groups)
+        each = (formats.kept_in(self.state_names(group), wider=wider) for group in groups)
         return {name: dtype for dtypes in each for name, dtype in dtypes.items()}
 
     @state_dtype.setter

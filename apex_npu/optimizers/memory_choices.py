@@ -67,7 +67,7 @@ def memory_choices(optimizer: FusedOptimizer) -> list[MemoryChoice]:
 
     def state(state_dtype: torch.dtype | str | None = None) -> float:
         formats = StateFormats.of(optimizer.encodable_states, state_dtype=state_dtype)
-        dtypes = formats.kept_in([optimizer.param_groups[0]], names)
+        dtypes = formats.kept_in(names, wider=formats.are_too_narrow(optimizer.param_groups))
         return sum(map(_nbytes, (dtypes.get(name, torch.float32) for name in names)))
 
     folded = 2 + (4 if optimizer.widens_grads(optimizer.param_groups[0]) else 0)

@@ -131,25 +131,32 @@ def saved(rule: Any, *, encoded: bool) -> dict[Any, Any]:
     """Return the state of ``rule`` with tensors, or with ``encoded`` dicts of tensors, instead of encoded states.
 
     A parameter with a master that has not been stepped also gets the state of step 0, because other optimizers expect
-    complete entries.
+    complete entries. A state whose format the next step changes is a tensor, which an optimizer loads in any format.
     """
     groups = {param: group for group in rule.param_groups for param in group["params"]}
+    formats = _formats_of_groups(rule) if encoded else {}
     shown = {}
     for param, entry in rule.state.items():
         if param not in groups and entry.keys() <= {MASTER_PARAM, _COUNT}:
             continue  # a script has removed it from all groups; for other states torch raises an error
         is_new = entry.keys() == {MASTER_PARAM}
+        kept = formats.get(id(groups.get(param)), {})
         before = _state_before_first_step(rule, groups[param], param) if is_new else {}
         tensors = {
-            name: _saved(value, param, encoded=encoded) if isinstance(value, EncodedView) else value
+            name: _saved(value, param, kept.get(name)) if isinstance(value, EncodedView) else value
             for name, value in entry.items()
         }
         shown[param] = {**before, **tensors}
     return shown
 
 
-def _saved(view: EncodedView, param: Tensor, *, encoded: bool) -> Any:
-    return view.stored() if encoded else sharded_like(view.dequantize(), param)
+def _formats_of_groups(rule: Any) -> dict[int, dict[str, torch.dtype]]:
+    wider = rule.state_formats.are_too_narrow(rule.param_groups)
+    return {id(group): rule.state_formats.kept_in(rule.state_names(group), wider=wider) for group in rule.param_groups}
+
+
+def _saved(view: EncodedView, param: Tensor, encoded_as: torch.dtype | None) -> Any:
+    return view.stored() if view.stored_dtype == encoded_as else sharded_like(view.dequantize(), param)
 
 
 def _state_before_first_step(rule: Any, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:

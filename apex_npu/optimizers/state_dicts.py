@@ -47,7 +47,8 @@ class StateDicts(Optimizer):
         Args:
             encoded: Save encoded states as they are stored: instead of a float32 tensor, a dict with the tensors
                 ``values`` and ``scales``, and their layout. Only an optimizer with the same formats can load it. A
-                remainder (``master_param``) belongs to the 16-bit parameter, which the model's state dict has.
+                remainder (``master_param``) belongs to the 16-bit parameter, which the model's state dict has. A state
+                whose format the next step changes, because an ``eps`` has changed, is a float32 tensor all the same.
 
         Raises:
             ValueError: ``encoded`` is true, and an encoded state belongs to a DTensor.
@@ -119,14 +120,16 @@ def _check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     params = dict(_indexed_params(state_dict, optimizer.param_groups))
     groups = [{**optimizer.group_defaults(group), **group} for group in state_dict["param_groups"]]
     for merged in groups:
-        defaults = optimizer.group_defaults(merged)
         with naming(owner):
             optimizer.validate(merged)
+    wider = optimizer.state_formats.are_too_narrow(groups)
+    for merged in groups:
+        defaults = optimizer.group_defaults(merged)
         options = [name for name in _RULE_OPTIONS if merged.get(name) and name not in defaults]
         problems += [f"a group has {name}={merged[name]!r}, which {owner} does not have" for name in options]
         if "step" in merged and optimizer.shows_step(merged):
             problems += _step_problems(merged["step"], "a group")
-        dtypes = optimizer.state_formats.kept_in(groups, optimizer.state_names(merged))
+        dtypes = optimizer.state_formats.kept_in(optimizer.state_names(merged), wider=wider)
         optional = (*optimizer.optional_states, MASTER_PARAM, *(("step",) if "step" in merged else ()))
         for index in merged["params"]:
             entry = state_dict["state"].get(index, {})

@@ -107,17 +107,16 @@ class StateFormats:
             return False
         return any(float(group.get("eps", group.get("e", 1.0))) < _LEAST_EPS for group in groups)
 
-    def kept_in(self, groups: Iterable[Mapping[str, Any]], names: Collection[str]) -> dict[str, torch.dtype]:
-        """Return ``dtypes`` for the states ``names`` of one of ``groups``, with wider dtypes if some are too narrow.
+    def kept_in(self, names: Collection[str], *, wider: bool) -> dict[str, torch.dtype]:
+        """Return ``dtypes`` for a group with the states ``names``; ``wider`` is the result of ``are_too_narrow``.
 
-        ``groups`` are all of the optimizer, so that the formats of a state do not depend on which of them share an
-        arena.
+        It is for all groups, so that the formats of a state do not depend on which of them share an arena.
         """
         found = dict(self.dtypes)
         if "grad_avg" in names:
             # A centered rule divides by the root of square_avg - grad_avg², which rounding can make negative or 0.
             found = {name: dtype for name, dtype in found.items() if name not in ("square_avg", "grad_avg")}
-        if torch.uint8 in found.values() and self.are_too_narrow(groups):
+        if torch.uint8 in found.values() and wider:
             narrow = {name for name, dtype in found.items() if dtype.itemsize == 1 and name != MASTER_PARAM}
             found |= dict.fromkeys(narrow, torch.bfloat16)
         return found
@@ -169,7 +168,7 @@ class StateFormats:
         """
         if not self.are_special:
             return False
-        changed = False
+        changed, wider = False, self.are_too_narrow(param_groups)
         before = [0]
         for group in param_groups:
             before.append(before[-1] + len(group["params"]))
@@ -179,7 +178,7 @@ class StateFormats:
                 for index, place in fused.places
             ]
             names = {name for index, _ in fused.places for name in state_names[index]}
-            dtypes = self.kept_in(param_groups, names)
+            dtypes = self.kept_in(names, wider=wider)
             stochastic = self.stochastic_rounding
             options = {"stochastic": stochastic, "decodes_runs": decodes_runs, "widens_grads": self.widens_grads}
             if encode_states(fused, dtypes, positions, **options):

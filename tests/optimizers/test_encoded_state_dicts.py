@@ -245,6 +245,32 @@ def test_other_formats_are_refused_by_name_and_nothing_moves(dtype, formats, mes
         assert all(torch.equal(value, before[0]["state"][index][name]) for name, value in entry.items())
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["changed", "late group"])
+@pytest.mark.parametrize(("before", "after"), [(1e-8, 1e-14), (1e-14, 1e-8)])
+def test_between_a_change_of_eps_and_the_next_step_states_are_saved(before, after, late):
+    """In a format that the loading optimizer, which has the new eps, accepts; the next steps are the same."""
+    optimizer, params = make(torch.float32, {"state_dtype": "int8", "eps": before})
+    step(optimizer, params, 0)
+    if late:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5, device=DEVICE))], "eps": after})
+    else:
+        optimizer.param_groups[0]["eps"] = after
+    state, _ = saved_to_file(optimizer.state_dict(encoded=True))
+    other, again = make(torch.float32, {"state_dtype": "int8"}, seed=1)
+    if late:
+        other.add_param_group({"params": [nn.Parameter(torch.ones(5, device=DEVICE))]})
+    other.load_state_dict(state)
+    with torch.no_grad():
+        for p, value in zip(again, params, strict=True):
+            p.copy_(value)
+    for seed in (1, 2):
+        step(optimizer, params, seed)
+        step(other, again, seed)
+    assert all(map(torch.equal, params, again))
+    assert other.state_dtype == optimizer.state_dtype
+    assert is_encoded(optimizer.state_dict(encoded=True)["state"][0]["exp_avg"])
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

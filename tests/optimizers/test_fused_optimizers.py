@@ -556,13 +556,23 @@ def test_a_whole_checkpoint_is_refused_with_the_key_to_pass(cls):
     optimizer.load_state_dict(checkpoint["optim"])
 
 
-def test_a_state_dict_with_a_bad_hyper_parameter_is_refused():
-    optimizer = NpuFusedAdam([nn.Parameter(torch.ones(3))], lr=0.1)
+@pytest.mark.parametrize("state_dtype", [None, "int8"])
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("lr", float("nan"), ValueError, "NpuFusedAdam: Invalid learning rate: nan"),
+        ("eps", None, TypeError, "NpuFusedAdam: eps must be a number, got None"),
+        ("eps", torch.ones(2), ValueError, "NpuFusedAdam: Tensor eps must be 1-element"),
+    ],
+)
+def test_a_state_dict_with_a_bad_hyper_parameter_is_refused(name, value, error, message, state_dtype):
+    groups = [{"params": [nn.Parameter(torch.ones(3))]} for _ in range(2)]
+    optimizer = NpuFusedAdam(groups, lr=0.1, state_dtype=state_dtype)
     broken = copy.deepcopy(optimizer.state_dict())
-    broken["param_groups"][0]["lr"] = float("nan")
-    with pytest.raises(ValueError, match="Invalid learning rate: nan"):
+    broken["param_groups"][1][name] = value
+    with pytest.raises(error, match=message):
         optimizer.load_state_dict(broken)
-    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert [group[name] for group in optimizer.param_groups] == [optimizer.defaults[name]] * 2
 
 
 @pytest.mark.parametrize("step", [5, 5.0, torch.tensor(5.0)], ids=["int", "float", "tensor"])

@@ -275,3 +275,9 @@ def test_formats_follow_changes_of_groups(rule, name, before, after):
 def test_tables_of_memory_count_what_is_kept(rule, options, expected):
     optimizer = RULES[rule][0]([nn.Parameter(torch.zeros(1))], **options)
     assert [choice.state for choice in memory_choices(optimizer)] == expected
+
+
+def test_tables_of_memory_count_what_a_small_eps_of_any_group_costs():
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "eps": eps} for eps in (1e-8, 1e-14)]
+    choices = memory_choices(optimizers.NpuFusedAdam(groups, state_dtype="int8"))
+    assert [choice.state for choice in choices] == [8, 8, 8, 4, 8, 8, 4, 0]
