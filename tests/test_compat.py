@@ -387,11 +387,15 @@ def test_the_launcher_starts_its_processes_as_it_was_started(tmp_path):
     (tmp_path / "train.py").write_text(
         "import sys\nfrom apex import amp\nprint(amp.initialize.__module__, sys.argv[1:])"
     )
-    result = python(*MULTIPROC, "train.py", "--rank", "x", "--world-size", "2", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    for rank, printed in enumerate((result.stdout, (tmp_path / "GPU_1.log").read_text())):
-        assert printed == f"apex_npu.amp.frontend ['--rank', '{rank}', '--world-size', '2']\n"
+    for given, got in (
+        (["--rank", "x", "--world-size", "2"], "['--rank', '{}', '--world-size', '2']"),
+        (["--world-size", "2", "--rank"], "['--world-size', '2', '--rank', '{}']"),
+    ):
+        result = python(*MULTIPROC, "train.py", *given, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert result.stderr == ""
+        for rank, printed in enumerate((result.stdout, (tmp_path / "GPU_1.log").read_text())):
+            assert printed == f"apex_npu.amp.frontend {got.format(rank)}\n"
 
 
 @pytest.mark.slow

@@ -29,12 +29,13 @@ def main(arguments: Sequence[str]) -> int:
         world_size = torch.accelerator.device_count() or 1
         arguments += ["--world-size", str(world_size)]
     if "--rank" not in arguments:
-        arguments += ["--rank", ""]
+        arguments.append("--rank")
     with ExitStack() as logs:
         processes = []
         for rank in range(world_size):
             log = logs.enter_context(open(f"GPU_{rank}.log", "w", encoding="utf-8")) if rank else None
-            arguments[arguments.index("--rank") + 1] = str(rank)
+            at = arguments.index("--rank") + 1
+            arguments[at : at + 1] = [str(rank)]  # which adds the value if the option is the last word
             processes.append(subprocess.Popen([*_interpreter(), *arguments], stdout=log))
         return next(filter(None, [process.wait() for process in processes]), 0)
 
