@@ -87,7 +87,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _torch() -> Finding:
-    value, there = f"{torch.__version__} ({_built_for()})", release(torch.__version__)[:2]
+    value, there = f"{torch.__version__} ({_built_for()})", _minor(torch.__version__)
     oldest, newest = (".".join(map(str, version)) for version in (_OLDEST_TORCH, _NEWEST_TESTED_TORCH))
     if there < _OLDEST_TORCH:
         remedy = f"torch {oldest} or newer is needed: pip install --upgrade torch"
@@ -95,6 +95,11 @@ def _torch() -> Finding:
     if there > _NEWEST_TESTED_TORCH:
         return Finding("torch", f"{value}, newer than the tested releases, torch {oldest} to {newest}", "note")
     return Finding("torch", f"{value}, within the tested releases, torch {oldest} to {newest}")
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor, *_ = (*release(version), 0, 0)  # ``release`` leaves out zeros at the end
+    return major, minor
 
 
 def _built_for() -> str:
@@ -134,15 +139,13 @@ def _torch_npu(module: ModuleType | Exception | None) -> Iterator[Finding]:
     elif module is None:
         cards = sorted(Path("/dev").glob("davinci[0-9]*"))
         if cards:
-            wanted = ".".join(map(str, release(torch.__version__)[:2]))
+            wanted = "{}.{}".format(*_minor(torch.__version__))
             remedy = f"the npu needs it: pip install torch_npu=={wanted}.*"
             yield Finding("torch_npu", f"not installed, though {cards[0]} is there", "broken", remedy)
     else:
         version = installed("torch_npu")  # None for a stand-in
-        if version and release(version)[:2] != release(torch.__version__)[:2]:
-            remedy = (
-                f"each torch_npu works with one torch: pip install torch=={'.'.join(map(str, release(version)[:2]))}.*"
-            )
+        if version and _minor(version) != _minor(torch.__version__):
+            remedy = "each torch_npu works with one torch: pip install torch=={}.{}.*".format(*_minor(version))
             yield Finding("torch_npu and torch", f"{version} and {torch.__version__}", "broken", remedy)
 
 

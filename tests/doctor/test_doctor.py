@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -117,6 +118,27 @@ def test_a_torch_npu_that_does_not_load(examine, monkeypatch, tmp_path):
     assert status == 1
     assert finding["value"] == "ImportError: libhccl.so: cannot open"
     assert "set_env.sh" in finding["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("own", "torchs", "wanted"),
+    [
+        ("3.0.0", "3.0.1+cpu", None),
+        ("3.0.0.post1", "3.0.0", None),
+        ("3.0.0", "3.1.0", "3.0.*"),
+        ("2.10.0", "2.1.0", "2.10.*"),
+    ],
+)
+def test_a_torch_npu_of_another_torch(own, torchs, wanted, examine, monkeypatch, tmp_path):
+    (tmp_path / "torch_npu-0.dist-info").mkdir()
+    (tmp_path / "torch_npu-0.dist-info" / "METADATA").write_text(f"Name: torch_npu\nVersion: {own}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    monkeypatch.setattr(torch, "__version__", torchs)
+    _, found = examine()
+    finding = found["Versions"].get("torch_npu and torch")
+    assert (finding is None) == (wanted is None)
+    assert finding is None or finding["remedy"].endswith(f" pip install torch=={wanted}")
 
 
 def test_a_torch_npu_that_ends_the_process(examine, monkeypatch, tmp_path):
