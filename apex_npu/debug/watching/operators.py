@@ -26,7 +26,6 @@ _ALLOCATIONS = {
 }
 # These operators write all of their first operand and do not read it.
 _OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
-# A dispatch mode sees this as one operator, but its kernel calls bmm, which autocast casts.
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
@@ -156,7 +155,8 @@ def kept(operator: Operator, given: Arguments) -> Arguments:
 
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` from a dispatch mode, with the same autocasting as without the mode."""
-    if func._schema.name != "aten::affine_grid_generator":  # which calls a cast
+    # A dispatch mode sees this as one operator, but its kernel calls bmm, which autocast casts.
+    if func._schema.name != "aten::affine_grid_generator":
         return func(*args, **kwargs)
     with autocast_within():
         return func(*args, **kwargs)
