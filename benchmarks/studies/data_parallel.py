@@ -128,7 +128,7 @@ class CombineDdp:
 
     def recorded(self) -> Timeline:
         """A step, looked at."""
-        (reducer,) = self.optimizer._amp_state.sync.parallel.reducers
+        (reducer,) = self.optimizer._amp_state.parallel.reducers
         block = amp.scale_loss(self.model(self.x).square().mean(), self.optimizer)
         scaled_loss = block.__enter__()
         timeline = record(reducer, scaled_loss.backward, lambda: block.__exit__(None, None, None))
