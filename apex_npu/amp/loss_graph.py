@@ -3,7 +3,8 @@
 """Checks of a ``scale_loss`` block by the graph of its loss: its optimizers, and the tensor that backward starts from.
 
 They run only before an optimizer's first step, since a wrong script is wrong from the start. The same applies to the
-check of the parameters' dtypes. The optimizers of a block are also checked while another one has not stepped.
+check of the parameters' dtypes. The optimizers of a block are also checked while another one has gradients of a block,
+or has not stepped and gets gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class FirstLook(BlockPart):
 
     def before_begin(self, block: Block) -> None:
         """Check that the loss reaches the optimizers, and warn if it has been rounded."""
-        check_optimizers(block.session, self._loss, block.optimizers, block.scale)
+        unknown = check_optimizers(block.session, self._loss, block.optimizers)
+        if unknown and block.scale != 1.0:
+            _warn_of_unknown(block.session, unknown)
         # At O3 there is no float32 outside of the model either.
         policies = [state.policy for state in block.states]
         looks = any(policy.model_dtype in LOW_PRECISION and policy.opt_level != "O3" for policy in policies)
@@ -67,6 +70,41 @@ class FirstLook(BlockPart):
                 "never had. Call it on what the block yields: `with amp.scale_loss(loss, optimizer) as scaled_loss: "
                 "scaled_loss.backward()`"
             )
+
+
+class LaterLook(BlockPart):
+    """A block while other optimizers wait for a step. It checks its optimizers if the others have or get gradients.
+
+    Following the graph in each block of a long phase that trains one optimizer alone would take too long.
+    """
+
+    def __init__(self, loss: Tensor) -> None:
+        self._loss = loss
+        self._bare: list[list[Tensor]] = []  # the parameters of each waiting optimizer without gradients
+
+    def before_begin(self, block: Block) -> None:
+        """Check that the loss reaches the optimizers, if others have gradients, to which backward would add."""
+        own = {id(p) for group in block.groups for p in group.params}
+        waiting = [o for o in block.session.adopted if o._amp_state.waits and o._amp_state not in block.states]
+        stepped = [[p for p in _params_of(other) if id(p) not in own] for other in waiting]
+        self._bare = [params for params in stepped if not any_grads(params)]
+        if len(self._bare) < len(stepped):
+            check_optimizers(block.session, self._loss, block.optimizers)
+
+    def before_unscale(self, block: Block) -> None:
+        """Check that the loss reaches the optimizers, if backward has given others their first gradients."""
+        if any(map(any_grads, self._bare)):
+            try:
+                check_optimizers(block.session, self._loss, block.optimizers)
+            except RuntimeError as error:
+                self.drops(block, error)
+                raise
+
+    def drops(self, block: Block, error: BaseException) -> bool:
+        """Drop these first gradients, which are multiplied by the loss scale."""
+        for params in self._bare:
+            drop_grads(params)
+        return False
 
 
 class Reaching(BlockPart):
@@ -190,11 +228,14 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
             waiting.extend(new)
 
 
-def check_optimizers(session: Session, loss: Tensor, optimizers: Sequence[Optimizer], scale: float) -> None:
+def check_optimizers(session: Session, loss: Tensor, optimizers: Sequence[Optimizer]) -> set[int]:
     """Check that ``optimizers``, passed to a block, step parameters that ``loss`` reaches.
 
     ``Session.reached`` notes the other optimizers that the loss reaches, for ``Reaching``. This may be intended: a
-    generator's loss reaches the discriminator. Optimizers unknown to amp emit a warning, unless ``scale`` is 1.
+    generator's loss reaches the discriminator.
+
+    Returns:
+        The identities of the leaves that the loss reaches, and that no optimizer known to amp steps.
 
     Raises:
         RuntimeError: The loss reaches no parameter of ``optimizers``, but some of another optimizer.
@@ -202,7 +243,7 @@ def check_optimizers(session: Session, loss: Tensor, optimizers: Sequence[Optimi
     reached: set[int] = set()
     for node in _nodes(loss):
         if isinstance(node, BackwardCFunction):
-            return  # for example a checkpoint: its parameters are unknown before it runs
+            return set()  # for example a checkpoint: its parameters are unknown before it runs
         if (leaf := getattr(node, "variable", None)) is not None:
             reached.add(id(leaf))
     named = set().union(*map(_gets_gradients, optimizers))
@@ -214,16 +255,19 @@ def check_optimizers(session: Session, loss: Tensor, optimizers: Sequence[Optimi
         )
     for optimizer in optimizers if others else ():
         session.reached.setdefault(optimizer, weakref.WeakSet()).update(others)
-    unknown = reached.difference(named, *map(_gets_gradients, session.adopted))
-    if unknown and scale != 1.0:
-        for optimizer in instances_of(Optimizer):
-            if optimizer not in session.adopted and _gets_gradients(optimizer) & unknown:
-                session.warn_once(
-                    optimizer,
-                    f"{type(optimizer).__name__} was not passed to amp.initialize, but steps parameters whose "
-                    "gradients from an amp.scale_loss block stay multiplied by the loss scale: pass it to "
-                    "amp.initialize and to scale_loss, or clear these gradients before its own backward",
-                )
+    return reached.difference(named, *map(_gets_gradients, session.adopted))
+
+
+def _warn_of_unknown(session: Session, unknown: set[int]) -> None:
+    """Warn of optimizers that amp does not know, and that step the parameters with the identities ``unknown``."""
+    for optimizer in instances_of(Optimizer):
+        if optimizer not in session.adopted and _gets_gradients(optimizer) & unknown:
+            session.warn_once(
+                optimizer,
+                f"{type(optimizer).__name__} was not passed to amp.initialize, but steps parameters whose gradients "
+                "from an amp.scale_loss block stay multiplied by the loss scale: pass it to amp.initialize and to "
+                "scale_loss, or clear these gradients before its own backward",
+            )
 
 
 def _gets_gradients(optimizer: Any) -> set[int]:

@@ -122,6 +122,11 @@ class AmpOptimizerState:
         return bool(self.policy.master_weights)
 
     @property
+    def waits(self) -> bool:
+        """True if the optimizer waits for its first step, or for one after a block; False in an open block."""
+        return self.stage is not Stage.SCALED and (self.report is None or self.stage is not Stage.READY)
+
+    @property
     def skip(self) -> bool:
         """True if the next step will be skipped."""
         if self.pending is not None:

@@ -19,7 +19,7 @@ from apex_npu.amp.block import Block, BlockPart, Captured, Delay, Saturation, Un
 from apex_npu.amp.capture import check_block
 from apex_npu.amp.fused_unscale import DeferringBlock
 from apex_npu.amp.grad_sync import Agreement, BucketViews, UnknownAverages
-from apex_npu.amp.loss_graph import FirstLook, Reaching, check_optimizers, warn_of_dtypes
+from apex_npu.amp.loss_graph import FirstLook, LaterLook, Reaching, warn_of_dtypes
 from apex_npu.amp.optimizer_state import AmpOptimizerState, Stage, stepped
 from apex_npu.amp.preconditions import check_fusible
 from apex_npu.amp.session import Session, require, settings
@@ -206,12 +206,11 @@ def _make_special(block: Block, loss: Tensor, delay: Delay | None) -> None:
     if delay is not None:
         block.set_delay(delay)
     parts: list[BlockPart] = []
-    first = any(state.report is None for state in states)
-    if first:
+    if any(state.report is None for state in states):
         parts.append(FirstLook(loss))
     elif _others_wait(session, states):  # which a loss may have begun to reach
-        check_optimizers(session, loss, block.optimizers, block.scale)
-    if first or session.reached or looking_at_all(session.ddps):
+        parts.append(LaterLook(loss))
+    if parts or session.reached or looking_at_all(session.ddps):
         parts.append(Reaching())
     if ddps:
         parts.append(UnknownAverages(ddps))
@@ -241,11 +240,9 @@ def _make_special(block: Block, loss: Tensor, delay: Delay | None) -> None:
 
 
 def _others_wait(session: Session, states: Sequence[AmpOptimizerState]) -> bool:
-    """Return True if an optimizer that ``states`` do not have waits for its first step, or for one after a block."""
-    return any(
-        (other.report is None or other.stage not in (Stage.READY, Stage.SCALED)) and other not in states
-        for other in (optimizer._amp_state for optimizer in session.adopted)
-    )
+    """Return True if an optimizer that ``states`` do not have waits for a step."""
+    others = (optimizer._amp_state for optimizer in session.adopted)
+    return any(other.waits and other not in states for other in others)
 
 
 def _check_fusing(given: Any, states: Sequence[AmpOptimizerState]) -> None:

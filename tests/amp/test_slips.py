@@ -3,6 +3,8 @@
 """What scripts get wrong around a ``scale_loss`` block: named, where it was silent or ruined the weights."""
 
 import contextlib
+import copy
+import gc
 import warnings
 
 import pytest
@@ -152,6 +154,54 @@ def test_a_block_that_names_an_optimizer_that_has_stepped(level, cls):
     with pytest.raises(RuntimeError, match=rf"a block that was given {cls.__name__} alone also reaches"):
         generators.step()
     assert all(map(torch.equal, models[0].parameters(), values))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_that_never_steps_costs_the_blocks_of_others_little(level, monkeypatch):
+    """Its model is trained in a later phase. Parameters of no optimizer are as the inputs of a gradient penalty."""
+    _, (first, _), loss = start(level, count=2)
+    free = torch.ones((), requires_grad=True, device=DEVICE)
+    train(lambda: loss(last=1) * free, first)
+
+    def search():
+        raise AssertionError("a block has searched all objects of the process")
+
+    monkeypatch.setattr(gc, "get_objects", search)
+    train(lambda: loss(last=1) * free, first)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_that_never_steps_changes_no_gradients(level):
+    """As one of a copy that is kept: amp does for the others what it does without it."""
+    results = []
+    for keeps in (False, True):
+        models, (first, second), loss = start(level, count=2)
+        kept = copy.deepcopy((models, [first, second])) if keeps else None
+        train(lambda: loss(last=1), first)  # noqa: B023
+        train(lambda: models[1](X.to(models[1].weight.dtype)).float().sum(), second)  # noqa: B023
+        backward(loss(last=1), first)
+        first.step()
+        backward(loss(), second)
+        results.append([p.grad for model in models for p in model.parameters()])
+        del kept
+        amp.shutdown()
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_exception_in_a_block_that_reaches_an_optimizer_that_has_not_stepped(level):
+    """The other optimizer keeps no gradients that are multiplied by the loss scale."""
+    models, (first, second), loss = start(level, count=2)
+    train(lambda: loss(last=1), first)
+    with contextlib.suppress(KeyError), amp.scale_loss(loss(), first) as scaled_loss:
+        scaled_loss.backward()
+        raise KeyError
+    assert all(p.grad is None for p in models[1].parameters())
+    with pytest.raises(RuntimeError, match="the loss reaches none of its parameters"):
+        backward(models[1](X.to(models[1].weight.dtype)).float().sum(), first)
+    assert all(p.grad is None for p in models[1].parameters())
+    first.zero_grad()
+    train(loss, first, second)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
