@@ -59,6 +59,14 @@ class _Amp:
         self._initialized: list[ReferenceType[Optimizer]] = []
         self._loaded: dict[str, Any] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state with the optimizers themselves, of which a copy finds the copies."""
+        return {**vars(self), "_initialized": self.optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore ``state``."""
+        vars(self).update(state, _initialized=list(map(ref, state["_initialized"])))
+
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that have been initialized, still exist and have their models."""

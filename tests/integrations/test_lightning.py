@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Lightning's Trainer and Fabric with amp, beside Lightning's own mixed precision."""
 
+import copy
 import gc
+import pickle
 import types
 import weakref
 from pathlib import Path
@@ -310,6 +312,17 @@ def test_fabric_keeps_no_optimizer_alive():
         del model, optimizer
         gc.collect()
     assert [reference() for reference in seen] == [None, None]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_of_a_plugin_has_the_copied_optimizers(copied):
+    module = Module(torch.optim.SGD)
+    former = ApexAmpPrecision("O2")
+    fit(module, plugins=former)
+    kept = former.optimizers
+    precision, own = copied((former, kept))
+    assert precision.optimizers == own != kept
+    assert former.optimizers == kept
 
 
 def test_fabric_without_setup():
