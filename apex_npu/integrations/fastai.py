@@ -85,9 +85,9 @@ class ApexAmp(Callback):
 
     def after_backward(self) -> None:
         """Unscale and check the gradients."""
-        assert self._block is not None
         block, self._block = self._block, None
-        block.__exit__(None, None, None)
+        if block is not None:  # no callback has cancelled the backward before ``before_backward``
+            block.__exit__(None, None, None)
 
     def before_step(self) -> None:
         """Clip the gradients, or cancel the step if it is skipped."""

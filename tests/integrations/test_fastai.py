@@ -17,7 +17,7 @@ pytest.importorskip(
 )
 
 import fastai.callback.schedule  # noqa: F401
-from fastai.basics import Callback, DataLoader, DataLoaders, Learner, OptimWrapper, params
+from fastai.basics import Callback, CancelBackwardException, DataLoader, DataLoaders, Learner, OptimWrapper, params
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientAccumulation, GradientClip
 
@@ -153,6 +153,26 @@ def test_skipped_step_is_cancelled(level):
     assert learn.losses.cancelled == [2]
     assert amp.last_step(learn.opt).skipped_steps == 1
     assert weights(learn).isfinite().all()
+
+
+class CancelBackward(Callback):
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+
+    def before_backward(self):
+        if self.iter % 3 == 0:
+            raise CancelBackwardException
+
+
+@pytest.mark.parametrize("level", HALVES)
+@pytest.mark.parametrize("order", [ApexAmp.order - 1, ApexAmp.order + 1])
+def test_cancelled_backward(level, order):
+    found = learner(fused("NpuFusedSGD"), [CancelBackward(order), ApexAmp(level)])
+    expected = learner(torchs(), [CancelBackward(order)])
+    for learn in (found, expected):
+        learn.fit(2, lr=0.1)
+    assert near(found.losses.history, expected.losses.history, 0.02)
 
 
 @pytest.mark.parametrize("level", HALVES)
