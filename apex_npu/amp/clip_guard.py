@@ -23,6 +23,11 @@ SCALED_CLIPPED = (
     "by the loss scale until step, so that it clips too much. Call "
     "optimizer.clip_optimizer_grad_norm_fused(max_norm) instead, or leave fuse_unscale out"
 )
+UNSTEPPED_CLIPPED = (
+    "{} was given gradients of {} parameters that no optimizer of amp.initialize steps. amp.scale_loss leaves these "
+    "multiplied by the loss scale, so that it clips too much. Pass amp.master_params(optimizer), or freeze these "
+    "parameters by requires_grad_(False)"
+)
 
 
 def watch_clipping(undo: ExitStack, adopted: Collection[Any], warn_once: Callable[[Any, str], None]) -> None:
@@ -87,9 +92,13 @@ def _check_clipped(
 ) -> None:
     """Raise, before torch clips the gradients of ``params``, if a block has yet to unscale them."""
     given = {id(p) for p in params}
+    stepped: set[int] = set()
+    unscaled_by = None
     for optimizer in adopted:
         state = optimizer._amp_state
-        if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
+        own = given.intersection(id(p) for group in optimizer.param_groups for p in group["params"])
+        stepped |= own
+        if own:
             state.check_unscaled(caller)
             if state.pending is not None:
                 state.pending.start()  # clipping by value would hide an inf
@@ -99,3 +108,8 @@ def _check_clipped(
             elif state.widens and low_precision_of([grad for grad in grads_of(params) if grad is not None]):
                 for group in state.grads.groups_of(optimizer):
                     group.widen()
+            if state.decision is not None and state.decision.scale_before != 1.0:
+                unscaled_by = optimizer
+    others = [p for p in params if id(p) not in stepped and p.grad is not None]
+    if others and unscaled_by is not None:
+        warn_once(unscaled_by, UNSTEPPED_CLIPPED.format(caller, len(others)))

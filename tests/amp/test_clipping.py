@@ -144,6 +144,27 @@ def test_scaled_gradients_that_a_function_imported_by_name_clips(level, blocks_a
     assert any("clip_grad_norm_" in text for text in said_by(train))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_scaled_gradients_of_parameters_in_no_optimizer(level, loss_scale, frozen):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(DEVICE)
+    optimizer = optimizers.NpuFusedSGD(model[2].parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0)
+    model[0].requires_grad_(not frozen)
+
+    def train():
+        for _ in range(2):
+            block(model, optimizer)
+            clip_by_name(amp.master_params(optimizer), 1.0)
+            clip_by_name(model.parameters(), 1.0)
+            optimizer.step()
+
+    said = [text for text in said_by(train) if "no optimizer" in text]
+    assert len(said) == (loss_scale != 1.0 and not frozen)
+
+
 def failing_block(model, optimizer):
     loss = model(torch.ones(2, 5, device=DEVICE)).square().sum()
     with contextlib.suppress(ZeroDivisionError), amp.scale_loss(loss, optimizer) as scaled_loss:
