@@ -17,7 +17,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from devices import DEVICE, START_SCRIPT, needs_extension
+from devices import DEVICE, START_SCRIPT, needs, needs_extension
 from lockstep import assert_equal_params, assert_equal_states
 from optimizer_specs import SPECS
 from torch import nn
@@ -260,13 +260,18 @@ def test_doctor_says_it_first():
     assert any("nothing is fused" in line for line in first)
 
 
+# DistributedDataParallel is refused at O2, where it would not average; sharded parameters are stepped.
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
-def test_two_processes():
-    """DistributedDataParallel is refused at O2, where it would not average; sharded parameters are stepped."""
-    folder = Path(__file__).parent / "distributed"
-    processes.run(folder / "beside_worker.py", "ddp_without_extension", APEX_NPU_NO_EXT="1")
-    processes.run(folder / "sharded_worker.py", "same_as_torch", "tied_parameters", APEX_NPU_NO_EXT="1")
+@pytest.mark.parametrize(
+    ("worker", "checks"),
+    [
+        ("beside_worker.py", ["ddp_without_extension"]),
+        pytest.param("sharded_worker.py", ["same_as_torch", "tied_parameters"], marks=needs("fully_shard")),
+    ],
+)
+def test_two_processes(worker, checks):
+    processes.run(Path(__file__).parent / "distributed" / worker, *checks, APEX_NPU_NO_EXT="1")
 
 
 if __name__ == "__main__":
