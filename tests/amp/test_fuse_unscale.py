@@ -593,12 +593,15 @@ READERS = {
 
 
 @pytest.mark.filterwarnings("ignore:torch.nn.utils.clip_grad_norm_:RuntimeWarning")
+@pytest.mark.pairwise
+@pytest.mark.parametrize("fuse_unscale", [False, True])
 @pytest.mark.parametrize("reader", [*READERS, "AmpScaler"])
 @pytest.mark.parametrize("kind", ["torch", "combine_grad", "fused"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_gradients_that_float16_does_not_hold_are_stepped(level, kind, reader):
+def test_gradients_that_float16_does_not_hold_are_stepped(level, kind, reader, fuse_unscale):
     small = 2.0**-27  # half of the least that float16 holds, without the scale
-    model, optimizer = start(Weights(0.0), kind=kind, level=level, lr=2.0**20, loss_scale=2.0**16, fuse_unscale=True)
+    options = {"lr": 2.0**20, "loss_scale": 2.0**16, "fuse_unscale": fuse_unscale}
+    model, optimizer = start(Weights(0.0), kind=kind, level=level, **options)
     loss = model(vector(*X)) * small
     if reader == "AmpScaler":
         scaler = amp.AmpScaler(optimizer)

@@ -62,9 +62,7 @@ def in_float32():
 
 
 @pytest.mark.parametrize(("cls", "combine_grad"), [(torch.optim.SGD, None), (optimizers.NpuFusedSGD, True)])
-@pytest.mark.parametrize(
-    "level", ["O2", *(pytest.param(one, marks=pytest.mark.sweep) for one in LEVELS if one != "O2")]
-)
+@pytest.mark.parametrize("level", LEVELS)
 def test_every_accepted_combination_trains(level, cls, combine_grad, in_float32):
     combinations = list(accepted(level))
     assert combinations
