@@ -3,6 +3,7 @@
 """Every mistake gets an error that names the argument, the rule, the value and the way out, and changes nothing."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -22,16 +23,47 @@ def pair():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"opt_level": "02"}, RuntimeError, "the letter O, not the number zero"),
-        ({"loss_scale": "banana"}, ValueError, "loss_scale must be .*'banana'"),
-        ({"scale_growth_factor": 0.5}, ValueError, "scale_growth_factor must be >= 1, got 0.5"),
-        ({"scale_window": 0}, ValueError, "scale_window must be positive and finite, got 0"),
-        ({"scale_backoff_factor": 2}, ValueError, "scale_backoff_factor must be in"),
-        ({"dynamic_init_scale": -1}, ValueError, "dynamic_init_scale must be positive"),
-        ({"num_losses": 0}, ValueError, "num_losses must be an integer >= 1, got 0"),
+        ({"opt_level": "02"}, RuntimeError, "'02'.*the letter O, not the number zero"),
+        ({"opt_level": "O9"}, RuntimeError, "Options are 'O0', 'O1', 'O2', 'O3'"),
+        ({"opt_level": 2}, RuntimeError, "level 2.*did you mean 'O2'"),
+        ({"opt_level": "o0"}, RuntimeError, "did you mean 'O0'"),
+        ({"cast_model_type": "half"}, TypeError, "cast_model_type must be a floating-point torch.dtype.*'half'"),
+        ({"cast_model_type": torch.int8}, TypeError, "got torch.int8"),
+        ({"keep_batchnorm_fp32": 1}, TypeError, "keep_batchnorm_fp32 must be True, False or None, got 1"),
+        ({"opt_level": "O1", "cast_model_type": torch.float16}, RuntimeError, "leave cast_model_type unspecified"),
+        ({"opt_level": "O1", "keep_batchnorm_fp32": True}, RuntimeError, "O1, batchnorm functions run in fp32"),
+        ({"opt_level": "O1", "master_weights": False}, RuntimeError, "leave master_weights unspecified"),
+        ({"patch_torch_functions": True}, RuntimeError, "patch_torch_functions=True goes with .*, got O2"),
+        ({"user_cast_preferred": True}, RuntimeError, "user_cast_preferred=True should only be set"),
+        ({"cast_model_outputs": "half"}, TypeError, "cast_model_outputs must be a floating-point torch.dtype"),
+        ({"keep_frozen_float32": 1}, TypeError, "keep_frozen_float32"),
         ({"combine_grad": "yes"}, TypeError, "combine_grad must be True, False or None, got 'yes'"),
         ({"fuse_unscale": "yes"}, TypeError, "fuse_unscale must be True, False or None, got 'yes'"),
-        ({"cast_model_outputs": "half"}, TypeError, "cast_model_outputs must be a floating-point torch.dtype"),
+        ({"check_combined_tensors": "warn"}, TypeError, "must be True, False, 'error' or None"),
+        ({"combine_ddp": True}, RuntimeError, "combine_ddp=True needs combine_grad=True"),
+        ({"ddp_reduce_dtype": torch.float32}, RuntimeError, "dtype in which combine_ddp=True reduces"),
+        ({"ddp_reduce_dtype": torch.float16}, TypeError, "must be torch.float32, torch.bfloat16 or None"),
+        ({"ddp_replica_count": 0}, ValueError, "ddp_replica_count must be an integer >= 1, got 0"),
+        ({"num_losses": 0}, ValueError, "num_losses must be an integer >= 1, got 0"),
+        *(
+            ({"loss_scale": bad}, ValueError, f"loss_scale must be.*{bad}")
+            for bad in ("banana", 0, -2.0, math.nan, True)
+        ),
+        ({"dynamic_init_scale": 0.0}, ValueError, "dynamic_init_scale must be positive and finite, got 0.0"),
+        ({"dynamic_init_scale": "x"}, TypeError, "dynamic_init_scale must be a number, got 'x'"),
+        ({"scale_growth_factor": 0.9}, ValueError, "scale_growth_factor must be >= 1, got 0.9"),
+        ({"scale_backoff_factor": 1.0}, ValueError, r"scale_backoff_factor must be in \(0, 1\), got 1.0"),
+        ({"scale_backoff_factor": -0.5}, ValueError, "scale_backoff_factor must be positive"),
+        ({"scale_window": 0}, ValueError, "scale_window must be positive and finite, got 0"),
+        ({"scale_window": 1.5}, ValueError, "scale_window must be an integer >= 1, got 1.5"),
+        ({"min_loss_scale": -1.0}, ValueError, "min_loss_scale must be positive"),
+        ({"min_loss_scale": 4.0, "max_loss_scale": 2.0}, ValueError, "4.0 must not exceed max_loss_scale 2.0"),
+        ({"max_loss_scale": math.inf}, ValueError, "max_loss_scale must be positive and finite"),
+        ({"max_loss_scale": 2.0**127}, ValueError, r"max_loss_scale must be at most 2\*\*126"),
+        ({"scale_hysteresis": 0}, ValueError, "scale_hysteresis must be positive and finite, got 0"),
+        ({"scale_hysteresis": 1.5}, ValueError, "scale_hysteresis must be an integer >= 1, got 1.5"),
+        ({"scale_hysteresis": "2"}, TypeError, "scale_hysteresis must be a number, got '2'"),
+        *(({"skip_alarm": bad}, ValueError, f"skip_alarm must be an integer >= 1, got {bad}") for bad in (0, True)),
     ],
 )
 def test_arguments(options, error, message):
@@ -190,6 +222,7 @@ def test_load_state_dict():
         ([], TypeError, "state_dict must be a dict"),
         ({"model": 1}, RuntimeError, r'Unexpected key\(s\) in state_dict: "model"'),
         ({"loss_scaler0": {"loss_scale": -1.0, "unskipped": 0}}, ValueError, "must be positive and finite, got -1.0"),
+        ({"loss_scaler0": {"loss_scale": 1.0, "unskipped": -1}}, ValueError, "unskipped in the state dict must be"),
         ({"loss_scaler0": {}}, ValueError, "Nothing has been loaded"),
     ]:
         with pytest.raises(error, match=message):
@@ -223,8 +256,6 @@ def test_combine_ddp_needs_torch_distributed_and_says_how_to_get_it():
         amp.initialize(model, optimizer, combine_ddp=True, **options)
     with pytest.raises(RuntimeError, match=r"overflow_group needs torch.distributed"):
         amp.initialize(model, optimizer, overflow_group="everyone", **options)
-    with pytest.raises(ValueError, match="ddp_replica_count must be an integer >= 1, got 0"):
-        amp.initialize(model, optimizer, combine_ddp=True, ddp_replica_count=0, **options)
     assert type(optimizer) is torch.optim.SGD
     assert model.weight.dtype == torch.float32
     amp.initialize(model, optimizer, combine_ddp=False, **options)  # no warning, no requirement

@@ -67,34 +67,3 @@ def test_static():
         scaler.update(True)  # once
     assert scaler.scale == 128.0
     assert not scaler.found_inf
-
-
-def test_state_dict():
-    scaler = make_scaler("dynamic", DynamicScaleOptions(init_scale=4.0))
-    scaler.update(False)
-    assert scaler.state_dict() == {"loss_scale": 4.0, "unskipped": 1}
-    for bad in ({"loss_scale": 0.0, "unskipped": 0}, {"loss_scale": 1.0, "unskipped": -1}):
-        with pytest.raises(ValueError, match="in the state dict must be"):
-            scaler.load_state_dict(bad)
-    assert scaler.state_dict() == {"loss_scale": 4.0, "unskipped": 1}
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"init_scale": 0.0}, ValueError, "dynamic_init_scale must be positive and finite, got 0.0"),
-        ({"init_scale": "x"}, TypeError, "dynamic_init_scale must be a number, got 'x'"),
-        ({"growth_factor": 0.9}, ValueError, "scale_growth_factor must be >= 1, got 0.9"),
-        ({"backoff_factor": 1.0}, ValueError, r"scale_backoff_factor must be in \(0, 1\), got 1.0"),
-        ({"backoff_factor": -0.5}, ValueError, "scale_backoff_factor must be positive"),
-        ({"growth_interval": 0}, ValueError, "scale_window must be positive and finite, got 0"),
-        ({"growth_interval": 1.5}, ValueError, "scale_window must be an integer >= 1, got 1.5"),
-        ({"min_scale": -1.0}, ValueError, "min_loss_scale must be positive"),
-        ({"min_scale": 4.0, "max_scale": 2.0}, ValueError, "min_loss_scale 4.0 must not exceed max_loss_scale 2.0"),
-        ({"max_scale": float("inf")}, ValueError, "max_loss_scale must be positive and finite"),
-        ({"max_scale": 2.0**127}, ValueError, r"max_loss_scale must be at most 2\*\*126"),
-    ],
-)
-def test_bad_options(given, error, message):
-    with pytest.raises(error, match=message):
-        DynamicScaleOptions(**given)

@@ -203,21 +203,6 @@ def test_hysteresis_skips_before_it_shrinks():
     assert [r.scale_after for r in reports] == [256, 256, 256, 256, 256, 128, 64, 64, 64]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"skip_alarm": 0}, ValueError, "skip_alarm must be an integer >= 1, got 0"),
-        ({"skip_alarm": True}, ValueError, "got True"),
-        ({"scale_hysteresis": 0}, ValueError, "scale_hysteresis must be positive and finite, got 0"),
-        ({"scale_hysteresis": 1.5}, ValueError, "scale_hysteresis must be an integer >= 1, got 1.5"),
-        ({"scale_hysteresis": "2"}, TypeError, "scale_hysteresis must be a number, got '2'"),
-    ],
-)
-def test_bad_options(options, error, message):
-    with pytest.raises(error, match=message):
-        make(**options)
-
-
 # -------------------------------------------------------------------------------------------------------- warnings
 
 
