@@ -128,24 +128,9 @@ class Net(nn.Module):
 
 ACTIONS = st.sampled_from(
     [
-        *["step"] * 3,
-        *["step with branch"] * 2,
-        *["backward"] * 2,
-        "delayed backward",
-        "inf",
-        "exception",
-        "optimizer.zero_grad",
-        "model.zero_grad",
-        "zeros",
-        "freeze",
-        "unfreeze",
-        "clip",
-        "reload",
-        "second loss",
-        "scheduler",
-        "grow",
-        "deepcopy",
-        "pickle",
+        *(*["step"] * 3, *["step with branch"] * 2, *["backward"] * 2, "delayed backward", "inf", "exception"),
+        *("optimizer.zero_grad", "model.zero_grad", "zeros", "freeze", "unfreeze", "clip", "reload", "second loss"),
+        *("scheduler", "grow", "deepcopy", "pickle"),
     ]
 )
 
