@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import DEVICE, needs, require
+from devices import DEVICE, needs
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data._utils import worker
 
 from apex_npu._extension import extension
@@ -49,40 +48,6 @@ def positive(*shape: int, dtype: torch.dtype = FLOAT) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------------ modules
-
-
-@pytest.mark.parametrize("dtype", [HALF, FLOAT], ids=str)
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("kind", ["relu", "tanh", "GRU", "LSTM", "LSTM, projection"])
-def test_rnns_give_half(casts: CastHandle, kind: str, packed: bool, dtype: torch.dtype) -> None:
-    if "projection" in kind:
-        require("lstm_projection")
-    if packed and "LSTM" not in kind:
-        require("packed_rnn")
-    rnn: Any = {
-        "relu": lambda: nn.RNN(4, 5, num_layers=2, nonlinearity="relu"),
-        "tanh": lambda: nn.RNN(4, 5, bidirectional=True),
-        "GRU": lambda: nn.GRU(4, 5, num_layers=2),
-        "LSTM": lambda: nn.LSTM(4, 5, num_layers=2),
-        "LSTM, projection": lambda: nn.LSTM(4, 5, proj_size=3),
-    }[kind]().to(DEVICE)
-    convert_model(rnn, O1, (DEVICE.type,), casts)
-    x = positive(3, 2, 4, dtype=dtype).requires_grad_()
-    given: Any = pack_padded_sequence(x, torch.tensor([3, 2])) if packed else x
-    output = rnn(given)[0]
-    output = pad_packed_sequence(output)[0] if packed else output
-    assert output.dtype == HALF
-    output.float().pow(2).sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == dtype
-    assert {p.grad.dtype for p in rnn.parameters()} == {FLOAT}
-    gradient, x.grad = x.grad, None
-    with casts.disabled():
-        reference = rnn(pack_padded_sequence(x.float(), torch.tensor([3, 2])) if packed else x.float())[0]
-        reference = pad_packed_sequence(reference)[0] if packed else reference
-        reference.pow(2).sum().backward()
-    torch.testing.assert_close(output.float(), reference, rtol=1e-2, atol=2e-3)
-    torch.testing.assert_close(gradient, x.grad, rtol=5e-2, atol=5e-3)
 
 
 @pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])

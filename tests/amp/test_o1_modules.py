@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import DEVICE, needs
+from devices import DEVICE, needs, require
 from small_programs import backward
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
@@ -247,28 +247,45 @@ def test_scaled_dot_product_attention_gives_half(query: torch.dtype, mask: torch
 # -------------------------------------------------------------------------------------------------------- other modules
 
 
+RNNS: dict[str, Any] = {
+    "relu": lambda: nn.RNN(4, 5, num_layers=2, nonlinearity="relu"),
+    "tanh": lambda: nn.RNN(4, 5, bidirectional=True),
+    "GRU": lambda: nn.GRU(4, 5, num_layers=2, bidirectional=True),
+    "LSTM": lambda: nn.LSTM(4, 5, num_layers=2),
+    "LSTM, projection": lambda: nn.LSTM(4, 5, num_layers=2, bidirectional=True, proj_size=3),
+}
+
+
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda: nn.LSTM(4, 5, 2, bidirectional=True, proj_size=3), marks=needs("lstm_projection")),
-        lambda: nn.GRU(4, 5, 2, bidirectional=True),
-        lambda: nn.RNN(4, 5, 2, batch_first=True),
-    ],
-    ids=["LSTM, projection", "GRU", "RNN"],
-)
-def test_rnns_with_states_and_packed_sequences(make: Callable[[], nn.Module], mode: str) -> None:
-    model = converted(make()).train(mode == "train")
-    packed, x = pack_sequence([rand(3, 4), rand(2, 4)]), rand(2, 3, 4)
+@pytest.mark.parametrize("dtype", [HALF, FLOAT], ids=str)
+@pytest.mark.parametrize("given", ["alone", "unbatched", "state", "packed"])
+@pytest.mark.parametrize("kind", RNNS)
+def test_rnns_give_half(kind: str, given: str, dtype: torch.dtype, mode: str) -> None:
+    if "projection" in kind:
+        require("lstm_projection")
+    if given == "packed" and "LSTM" not in kind:
+        require("packed_rnn")
+    model = converted(RNNS[kind]()).train(mode == "train")
+    x = (rand(3, 4) if given == "unbatched" else rand(3, 2, 4)).to(dtype).requires_grad_(mode != "no_grad")
+
+    def outputs(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """What the model gives, and the gradients of ``x`` and of the weights."""
+        options = (model(x)[1],) if given == "state" else ()
+        output = model(pack_padded_sequence(x, torch.tensor([3, 2])) if given == "packed" else x, *options)[0]
+        output = output.data if given == "packed" else output
+        wanted = [x, *model.parameters()] if mode != "no_grad" else []
+        return output, list(torch.autograd.grad(output.float().square().sum(), wanted)) if wanted else []
+
     with torch.set_grad_enabled(mode != "no_grad"):
-        first, state = model(x)
-        results = [model(packed)[0].data, first, model(x, state)[0], model(x.half())[0], model(rand(3, 4))[0]]
+        output, grads = outputs(x)
         with amp.disable_casts():
-            first, state = model(x)
-            expected = [model(packed)[0].data, first, model(x, state)[0]]
-    assert {result.dtype for result in results} == {HALF}
-    for a, b in zip(results[:3], expected, strict=True):
-        assert_near(a, b)
+            expected, expected_grads = outputs(x.float())
+    assert output.dtype == HALF
+    assert [grad.dtype for grad in grads] == [dtype, *[FLOAT] * (len(grads) - 1)][: len(grads)]
+    assert_near(output, expected)
+    for grad, wanted in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad.float(), wanted, rtol=5e-2, atol=5e-3)
 
 
 def test_embeddings_keep_their_tables_dtype() -> None:
