@@ -357,29 +357,6 @@ def test_another_thread_casts_converted_models_only(casts: CastHandle) -> None:
     assert run_in_thread(lambda: bare(x)).dtype == FLOAT
 
 
-def test_two_threads_train_two_models(casts: CastHandle) -> None:
-    models, x = [Net().to(DEVICE), Net().to(DEVICE)], positive(2, 8)
-    for model in models:
-        convert_model(model, O1, (DEVICE.type,), casts)
-
-    def gradients(model: Net) -> list[Tensor]:
-        model.zero_grad()
-        model(x).float().square().sum().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    expected, results = [gradients(model) for model in models], [[], []]  # type: ignore[var-annotated]
-    threads = [
-        threading.Thread(target=lambda i=i: results[i].extend(gradients(models[i]) for _ in range(20))) for i in (0, 1)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for got, want in zip(results, expected, strict=True):
-        assert len(got) == 20
-        assert all(torch.equal(a, b) for once in got for a, b in zip(once, want, strict=True))
-
-
 # ------------------------------------------------------------------------------------------------------------- compile
 
 

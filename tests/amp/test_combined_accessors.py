@@ -8,23 +8,15 @@ import pytest
 import torch
 from captures import Capture
 from devices import DEVICE
-from small_programs import backward
+from small_programs import KINDS, LEVELS, WITH_MASTERS, backward, kinds, levels
 from torch import nn
 
 from apex_npu import amp, optimizers
 from apex_npu.fusion import flat_buffer
 from apex_npu.optimizers import fused_params
 
-PLAIN = ("O0", "O1", "O4")
-MASTERS = ("O2", "O5")
-KINDS = {
-    "torch": (torch.optim.SGD, {}),
-    "combine_grad": (torch.optim.SGD, {"combine_grad": True}),
-    "fused": (optimizers.NpuFusedSGD, {}),
-    "fuse_unscale": (optimizers.NpuFusedSGD, {"fuse_unscale": True}),
-}
-EVERY_LEVEL = pytest.mark.parametrize("level", [*PLAIN, *MASTERS])
-EVERY_KIND = pytest.mark.parametrize("kind", ["combine_grad", "fused", "fuse_unscale"])
+EVERY_LEVEL = levels(LEVELS)
+EVERY_KIND = kinds(("combine_grad", "fused", "fuse_unscale"))
 EVERY_COUNT = pytest.mark.parametrize("groups", [1, 2, 3])
 LR = 0.125
 needs_device = pytest.mark.skipif(DEVICE.type == "cpu", reason="on a CPU nothing is captured")
@@ -268,7 +260,7 @@ def test_buffers_that_a_script_keeps_have_the_gradients_of_every_block(level, ki
         assert norm_of(p.grad for p in trained(optimizer)) == 0.0
 
 
-@pytest.mark.parametrize("level", MASTERS)
+@levels(WITH_MASTERS)
 def test_what_is_written_before_the_first_block_stays(level):
     model, optimizer = start(level)
     flats = optimizer.get_optimizer_combined_params()

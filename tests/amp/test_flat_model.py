@@ -74,15 +74,11 @@ def test_accumulation_launches_equally_often_for_any_number_of_parameters(fuse_u
     assert launches(4) == launches(30)
 
 
-@pytest.mark.parametrize("change", ["to", "share"])
-def test_what_users_do_in_between(change):
+def test_a_model_that_is_converted_there_and_back():
     model, optimizer = make()
     step(model, optimizer)
-    if change == "to":
-        model.double().half()
-        model[1].float()
-    else:
-        model[4].weight.data = torch.zeros(100, dtype=torch.float16, device=DEVICE)[7:23].view(2, 8)
+    model.double().half()
+    model[1].float()
     for number in range(2):
         step(model, optimizer, number)
         assert agrees(model, optimizer)

@@ -217,39 +217,6 @@ def test_without_keep_frozen_float32_the_cast_is_what_is_shown():
     assert torch.equal(states(model)["third"], torch.full((2,), 1 / 3).half().float())
 
 
-def float32_values(model, optimizer):
-    names = ("0.weight", "0.bias", "4.weight", "4.bias")
-    with amp.float32_params(optimizer):
-        return {name: model.get_parameter(name).detach().cpu().clone() for name in names}
-
-
-@pytest.mark.parametrize("made_of", ["state dict", "copy", "pickle", "shutdown"])
-def test_masters_of_remainders_are_shown_exactly(made_of):
-    model, optimizer = trained("O5", store_param_remainders=True)
-    expected = float32_values(model, optimizer)
-    assert any((value != value.bfloat16().float()).any() for value in expected.values())
-    if made_of == "copy":
-        model = copy.deepcopy((model, optimizer))[0]
-    elif made_of == "pickle":
-        model = pickle.loads(pickle.dumps(model))
-    elif made_of == "state dict":
-        values = states(model)
-        model, optimizer = trained("O5", store_param_remainders=True)
-        model.load_state_dict(values)
-        loaded = float32_values(model, optimizer)
-        assert all(torch.equal(loaded[name], value) for name, value in expected.items())
-    else:
-        amp.shutdown()
-    for name, value in expected.items():
-        assert torch.equal(states(model)[name], value), name
-    assert made_of == "shutdown" or all(map(torch.equal, amp.float32_copy(model).parameters(), states_of(model)))
-
-
-def states_of(model):
-    shown = model.state_dict()
-    return [shown[name] for name, _ in model.named_parameters()]
-
-
 @pytest.mark.parametrize("lost", [-1e9, 1e-12])
 def test_buffers_that_float16_would_lose_stay_float32(lost, capsys):
     model = amp.initialize(Partly(mask=lost).to(DEVICE), opt_level="O2")

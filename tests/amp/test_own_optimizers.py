@@ -8,6 +8,7 @@ import torch.distributed as dist
 from devices import DEVICE, communication_backend
 from small_programs import (
     CASTING,
+    LEVELS,
     WITH_MASTERS,
     Weights,
     X,
@@ -26,7 +27,6 @@ from apex_npu._extension import extension
 
 pytestmark = pytest.mark.host
 
-WITHOUT_MASTERS = ("O0", *CASTING)
 MOVED = 10.0 - vector(*X).cpu()
 
 
@@ -36,15 +36,11 @@ class MovesByAHundred(optimizers.NpuFusedSGD):
             p.data.sub_(100.0)
 
 
-@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@levels(LEVELS)
 def test_a_subclass_with_a_group_step_of_its_own(level):
     model = Weights(10.0)
-
-    def act():
-        _, optimizer = initialize(model, MovesByAHundred(model.parameters(), lr=0.1), level)
-        train_step(model, optimizer)
-
-    act()
+    _, optimizer = initialize(model, MovesByAHundred(model.parameters(), lr=0.1), level)
+    train_step(model, optimizer)
     assert_values(model.parameters(), -90.0)
 
 
@@ -99,7 +95,7 @@ class Replaces(Writes):
     replaces = True
 
 
-@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@levels(LEVELS)
 @pytest.mark.parametrize("cls", [Writes, Replaces])
 def test_a_group_step_finds_combined_tensors(cls, level):
     model = Weights(10.0, 20.0, 30.0)
@@ -125,7 +121,7 @@ class SubtractsGradients(optimizers.NpuFusedSGD):
             p.data.sub_(p.grad)
 
 
-@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@levels(LEVELS)
 @pytest.mark.parametrize("kind", [{}, {"fuse_unscale": True}], ids=str)
 def test_a_group_step_reads_unscaled_gradients(kind, level):
     model = Weights(10.0)
@@ -199,7 +195,7 @@ def test_a_group_step_that_fails_counts_no_step():
     assert not any("step" in entry for entry in optimizer.state.values())
 
 
-@levels((*WITHOUT_MASTERS, "O2"))
+@levels(("O0", *CASTING, "O2"))
 def test_a_parameter_exchanged_in_its_group_and_in_the_stash(level):
     """As scripts with a partial fully connected layer do in each step, with its momentum."""
     model = Weights(10.0)
@@ -249,7 +245,7 @@ class CopyOfAscends(torch.optim.SGD):
     is_npu_fused_optimizer = True
 
 
-@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@levels(LEVELS)
 @pytest.mark.parametrize("fuse_unscale", [False, True])
 def test_an_optimizer_that_a_script_brings_along_and_marks_as_fused(fuse_unscale, level):
     model = Weights(10.0)
@@ -268,7 +264,7 @@ class WholeCopyOfAscends(CopyOfAscends):
         self._combine_params_and_grads_by_group()
 
 
-@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@levels(LEVELS)
 def test_a_whole_copy_of_ascends_optimizers_is_refused_by_name(level):
     model = Weights(10.0)
     _, optimizer = initialize(model, WholeCopyOfAscends(model.parameters(), lr=1.0), level)
@@ -299,7 +295,7 @@ class SharesGroups(Both):
         return [group for optimizer in self.inner for group in optimizer.param_groups]
 
 
-@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@levels(LEVELS)
 @pytest.mark.parametrize("inner", [torch.optim.SGD, optimizers.NpuFusedSGD])
 def test_one_optimizer_over_two(inner, level):
     model = Weights(10.0, 10.0)
@@ -311,7 +307,7 @@ def test_one_optimizer_over_two(inner, level):
     right_or_refused(act, lambda _: assert_values(model.parameters(), MOVED, MOVED), model.parameters())
 
 
-@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@levels(LEVELS)
 def test_one_optimizer_over_two_that_shares_their_groups(level):
     model = Weights(10.0, 10.0)
     _, optimizer = initialize(model, SharesGroups(*[torch.optim.SGD([w], lr=1.0) for w in model.w]), level)
@@ -330,7 +326,7 @@ def alone():
 
 
 @pytest.mark.usefixtures("alone")
-@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@levels(LEVELS)
 def test_zero_redundancy_optimizer(level):
     model = Weights(10.0)
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
@@ -388,7 +384,7 @@ def over(base, level, **options):
 
 
 @bases
-@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@levels(LEVELS)
 def test_a_step_of_the_optimizer_inside_is_one_of_amps(level, base):
     model, optimizer = over(base, level)
     for _ in range(2):
@@ -400,7 +396,7 @@ def test_a_step_of_the_optimizer_inside_is_one_of_amps(level, base):
 
 
 @bases
-@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@levels(LEVELS)
 def test_an_overflow_skips_the_step_of_the_optimizer_inside(level, base):
     model, optimizer = over(base, level, loss_scale="dynamic", dynamic_init_scale=16.0)
     for x in ((torch.inf, 1.0, 1.0), X):
@@ -413,7 +409,7 @@ def test_an_overflow_skips_the_step_of_the_optimizer_inside(level, base):
 
 
 @bases
-@levels((*WITHOUT_MASTERS, *WITH_MASTERS))
+@levels(LEVELS)
 def test_a_step_that_calls_the_one_inside_is_one_step(level, base):
     model, optimizer = over(base, level, loss_scale="dynamic", dynamic_init_scale=16.0)
     for x in ((torch.inf, 1.0, 1.0), X):

@@ -122,44 +122,6 @@ def test_schedulers_follow_applied_steps_without_a_warning(level, before, betwee
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_trainers_that_put_their_own_step_in_place():
-    """Accelerate's way: a call of its replacement shows that a GradScaler did not skip the step."""
-    model, optimizer = make("O2")
-    original, called = optimizer.step, []
-
-    def patched_step(*args, **kwargs):
-        called.append(True)
-        return original(*args, **kwargs)
-
-    optimizer.step = patched_step
-    backward(model, optimizer, math.inf)
-    before = [p.detach().clone() for p in amp.master_params(optimizer)]
-    optimizer.step()
-    assert called
-    assert amp.last_step(optimizer).skipped
-    assert all(torch.equal(p, q) for p, q in zip(before, amp.master_params(optimizer), strict=True))
-    optimizer.step = original
-    optimizer.zero_grad()
-    assert step(model, optimizer).applied
-
-
-def test_grad_scaler_lets_accelerate_see_a_skip():
-    """Without amp, torch's GradScaler must call ``step`` of a fused optimizer only where it is to be applied."""
-    model = nn.Linear(3, 1).to(DEVICE)
-    optimizer = optimizers.NpuFusedAdam(model.parameters())
-    scaler = torch.amp.GradScaler(DEVICE)
-    original, called = optimizer.step, []
-    optimizer.step = lambda *args, **kwargs: (called.append(True), original(*args, **kwargs))
-    for bad in (math.inf, None):
-        scaler.scale(model(torch.ones(1, 3, device=DEVICE)).sum()).backward()
-        if bad:
-            model.weight.grad[0, 0] = bad
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert called == [True]
-
-
 @needs("inf")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_after_many_skips_in_a_row_one_error_says_where_to_look(level, caplog):

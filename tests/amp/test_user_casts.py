@@ -479,22 +479,14 @@ def test_the_ban_on_binary_cross_entropy_names_ways_out_that_work() -> None:
 
 def test_a_handle_of_the_old_api_applies_registrations() -> None:
     amp.register_float_function(torch, "mm")
-    try:
-        amp.init()
-        x = torch.ones(2, 2, device=DEVICE)
-        assert (torch.mm(x, x).dtype, (x @ x).dtype) == (torch.float32, torch.float16)
-    finally:
-        amp.unregister_function(torch, "mm")
+    amp.init()
+    assert (torch.mm(ones(FLOAT), ones(FLOAT)).dtype, (ones(FLOAT) @ ones(FLOAT)).dtype) == (FLOAT, HALF)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_registered_function_writes_out(dtype):
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+def test_a_registered_function_writes_out(dtype: torch.dtype) -> None:
     amp.register_float_function(torch, "sigmoid")
-    try:
-        model = nn.Linear(3, 3).to(DEVICE)
-        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
-        x, out = torch.randn(3, device=DEVICE).half(), torch.zeros(3, device=DEVICE, dtype=dtype)
-        assert torch.sigmoid(x, out=out) is out
-        torch.testing.assert_close(out, torch.special.expit(x.float()).to(dtype))
-    finally:
-        amp.unregister_function(torch, "sigmoid")
+    initialize()
+    x, out = torch.randn(3, device=DEVICE).half(), torch.zeros(3, device=DEVICE, dtype=dtype)
+    assert torch.sigmoid(x, out=out) is out
+    torch.testing.assert_close(out, torch.special.expit(x.float()).to(dtype))
