@@ -4,6 +4,7 @@
 
 import dataclasses
 import math
+import pkgutil
 
 import pytest
 import torch
@@ -165,54 +166,32 @@ def test_sparse_gradients_of_flat_buffers(level, cls):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_failure_half_way_puts_everything_back(monkeypatch):
-    """The second model cannot be converted: the first is as it was, and so are optimizers and amp."""
-    from apex_npu.amp import frontend
-
-    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
-    pairs = [optimizers.NpuFusedSGD(m.parameters(), lr=0.1) for m in models]
-    convert = frontend.convert_model
-
-    def failing(model, *arguments):
-        if model is models[1]:
-            raise MemoryError("no memory")
-        return convert(model, *arguments)
-
-    monkeypatch.setattr(frontend, "convert_model", failing)
-    with pytest.raises(MemoryError):
-        amp.initialize(models, pairs, opt_level="O2", verbosity=0)
-    assert models[0].weight.dtype == torch.float32
-    assert "forward" not in vars(models[0])
-    assert not models[0]._state_dict_hooks
-    assert all(type(o) is optimizers.NpuFusedSGD for o in pairs)
-    assert amp.session.current() is None
-
-
-def test_failure_while_adopting_puts_everything_back(monkeypatch):
-    from apex_npu.amp.remainder_masters import RemainderMasters
-
-    kept = amp.initialize(*pair(), opt_level="O1", verbosity=0)
+@pytest.mark.parametrize("step", ["frontend.convert_model", "remainder_masters.RemainderMasters.make"])
+def test_failure_half_way_puts_everything_back(step, monkeypatch):
+    """The second model cannot be converted, or its optimizer adopted: all is as it was, and so is amp."""
+    kept, _ = amp.initialize(*pair(), opt_level="O1", verbosity=0)
     session = amp.session.current()
     models = [nn.Linear(3, 2), nn.Linear(3, 2)]
     pairs = [optimizers.NpuFusedSGD(m.parameters(), lr=0.1) for m in models]
-    make = RemainderMasters.make
-    calls = []
+    real, calls = pkgutil.resolve_name(f"apex_npu.amp.{step}"), []
 
     def failing(*arguments):
         calls.append(arguments)
         if len(calls) == 2:
             raise MemoryError("no memory")
-        return make(*arguments)
+        return real(*arguments)
 
-    monkeypatch.setattr(RemainderMasters, "make", failing)
+    monkeypatch.setattr(f"apex_npu.amp.{step}", failing)
     with pytest.raises(MemoryError):
         amp.initialize(models, pairs, opt_level="O2", verbosity=0)
     for model, optimizer in zip(models, pairs, strict=True):
         assert type(optimizer) is optimizers.NpuFusedSGD
         assert optimizer.param_groups[0]["params"] == list(model.parameters())
         assert model.weight.dtype == torch.float32
+        assert "forward" not in vars(model)
+        assert not model._state_dict_hooks
     assert amp.session.current() is session
-    assert kept[0](torch.ones(1, 3)).dtype == torch.float16  # O1 continues
+    assert kept(torch.ones(1, 3)).dtype == torch.float16  # O1 continues
 
 
 def test_load_state_dict():

@@ -29,17 +29,12 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
 MOVED = torch.tensor(X)
 
 
 with_kinds = kinds(("torch", "fused", "fuse_unscale"))
-
-
-@pytest.fixture(autouse=True)
-def _errors():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        yield
 
 
 @with_kinds

@@ -115,7 +115,8 @@ def test_the_region_around_counts_outside_of_the_forward(level, around):
     with AROUND[around](level):
         expected = (x @ x.t()).dtype
         model(x)
-        assert (x @ x.t()).dtype == nn.functional.linear(x, x).dtype == expected
+        assert (x @ x.t()).dtype == nn.functional.linear(x, x).dtype == torch.mv(x, x[0]).dtype == expected
+        assert torch.exp(x.to(expected)).dtype == FLOAT
         linear = model.first.weight  # no copy of it in the model's dtype is taken for one in the region's
         assert nn.functional.linear(x, linear).dtype == expected
     assert (x @ x.t()).dtype == LOW[level]
@@ -175,6 +176,7 @@ def test_a_region_inside_of_disable_casts_is_torchs_alone(level):
         assert model.seen == (OTHER[level], OTHER[level])
     with pytest.raises(KeyError), amp.disable_casts():
         raise KeyError
+    assert torch.is_autocast_enabled(DEVICE.type)
     with region(enabled=False):
         model(batch())
     assert model.seen == (LOW[level], LOW[level])

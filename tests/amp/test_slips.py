@@ -15,18 +15,10 @@ from torch import nn
 
 from apex_npu import amp, optimizers
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.filterwarnings("error::RuntimeWarning")]
 
 X = torch.ones(1, 3, device=DEVICE)
 SGD, FUSED = torch.optim.SGD, optimizers.NpuFusedSGD
-
-
-@pytest.fixture(autouse=True)
-def _errors():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        yield
-    amp.shutdown()
 
 
 def start(level, cls=FUSED, count=1, **options):
