@@ -73,6 +73,34 @@ class Settings:
         in_kernels = DEVICE.type != "npu" and extension is not None
         return self.level in WITH_MASTERS and self.how == "fused" and in_kernels
 
+    def options(self):
+        """Those of the optimizer."""
+        if self.rule == "adam":
+            return {"lr": 2.0**-5, "betas": (0.0, 0.0), "eps": 1e-30}
+        return {"lr": 2.0**-5, "momentum": self.momentum, "weight_decay": self.weight_decay}
+
+    def optimizer_class(self, under_amp):
+        name = {"sgd": "SGD", "adam": "Adam"}[self.rule]
+        is_fused = under_amp and self.how in ("fused", "float32")
+        return getattr(optimizers, f"NpuFused{name}") if is_fused else getattr(torch.optim, name)
+
+    def initialize(self, models, made, **more):
+        float32 = self.how == "float32" and self.level in WITH_MASTERS
+        amp.initialize(
+            models,
+            made,
+            opt_level=self.level,
+            loss_scale=self.scale,
+            dynamic_init_scale=INITIAL_SCALE,
+            scale_window=WINDOW,
+            max_loss_scale=MAX_SCALE,
+            verbosity=0,
+            skip_alarm=None,
+            fuse_unscale=self.fuse_unscale,
+            store_param_remainders=False if float32 else None,
+            **{"combine_grad": self.how == "combine_grad", **more},
+        )
+
 
 @dataclass(frozen=True)
 class Config(Settings):
@@ -127,7 +155,7 @@ class Script:
         groups: For each optimizer the indices of the parameters in its groups.
     """
 
-    device = DEVICE
+    device, under_amp = DEVICE, True
 
     def __init__(self, config):
         self.config, self.models = config, [Net(self.device), Net(self.device)]
@@ -136,20 +164,15 @@ class Script:
         self.saved = None
         for o in BOTH:
             self.freeze_unlisted(o)
+        cls = config.optimizer_class(self.under_amp)
         self.optimizers = [
-            self.optimizer_class()([{"params": [self.params(o)[i] for i in g]} for g in self.groups[o]], **self.rule())
-            for o in BOTH
+            cls([{"params": [self.params(o)[i] for i in g]} for g in self.groups[o]], **config.options()) for o in BOTH
         ]
         self.start()
         self.at_step, self.norm = [], None  # the gradients that hooks have seen, the last norm
         if config.hook:
             for optimizer in self.optimizers:
                 optimizer.register_step_pre_hook(lambda optimizer, *_: self.at_step.append(grads_of(optimizer)))
-
-    def rule(self):
-        if self.config.rule == "adam":
-            return {"lr": 2.0**-5, "betas": (0.0, 0.0), "eps": 1e-30}
-        return {"lr": 2.0**-5, "momentum": self.config.momentum, "weight_decay": self.config.weight_decay}
 
     def params(self, o):
         return self.models[o].in_order()
@@ -305,13 +328,10 @@ def grads_of(optimizer):
 class Plain(Script):
     """Without amp."""
 
-    device = PLAIN_DEVICE
+    device, under_amp = PLAIN_DEVICE, False
 
     def share(self, factor):
         return 2 * factor if self.config.averages else factor  # the mean of those in ``Amp``
-
-    def optimizer_class(self):
-        return torch.optim.SGD if self.config.rule == "sgd" else torch.optim.Adam
 
     def start(self):
         if self.config.level == "O3":
@@ -401,31 +421,9 @@ class Amp(Script):
         second = dist.get_rank() == 1
         return 3.0 * (factor if math.isfinite(factor) else 1.0) if second else factor
 
-    def optimizer_class(self):
-        names = {"sgd": "SGD", "adam": "Adam"}
-        if self.config.how in ("fused", "float32"):
-            return getattr(optimizers, f"NpuFused{names[self.config.rule]}")
-        return getattr(torch.optim, names[self.config.rule])
-
     def start(self):
-        amp.initialize(
-            self.models,
-            self.optimizers,
-            opt_level=self.config.level,
-            num_losses=2,
-            loss_scale=self.config.scale,
-            dynamic_init_scale=INITIAL_SCALE,
-            scale_window=WINDOW,
-            max_loss_scale=MAX_SCALE,
-            verbosity=0,
-            skip_alarm=None,
-            combine_grad=self.config.how == "combine_grad" or self.config.averages == "combine_ddp",
-            combine_ddp=self.config.averages == "combine_ddp",
-            fuse_unscale=self.config.fuse_unscale,
-            store_param_remainders=False
-            if self.config.how == "float32" and self.config.level in WITH_MASTERS
-            else None,
-        )
+        averages = {"combine_grad": True, "combine_ddp": True} if self.config.averages == "combine_ddp" else {}
+        self.config.initialize(self.models, self.optimizers, num_losses=2, **averages)
         if self.config.averages == "DistributedDataParallel":
             ddp = nn.parallel.DistributedDataParallel
             self.forwards = [ddp(model, find_unused_parameters=True) for model in self.models]

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from amp.plain_amp import INITIAL_SCALE, MAX_SCALE, WINDOW, PlainAmp, clip_with_torch
+from amp.plain_amp import PlainAmp, clip_with_torch
 from amp.random_programs import (
     BATCH_NORM,
     LOW,
@@ -52,7 +52,7 @@ from devices import DEVICE, VENDOR, synchronize
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from apex_npu import amp, optimizers
+from apex_npu import amp
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 TRANSPOSED = 3  # which parameters_to_vector and collectives do not take
@@ -177,16 +177,13 @@ def of_one_dtype(which):
 class Script:
     """What a program does, with amp or in plain torch; everything that is the same for both."""
 
-    device = DEVICE
+    device, under_amp = DEVICE, True
 
     def __init__(self, config):
         self.config, self.model = config, Model(self.device, config.thirds)
         self.params = self.model.in_order()
-        rule = {"lr": 2.0**-5, "betas": (0.0, 0.0), "eps": 1e-30}
-        if config.rule == "sgd":
-            rule = {"lr": 2.0**-5, "momentum": config.momentum, "weight_decay": config.weight_decay}
         groups = [{"params": [self.params[i] for i in part]} for part in (TRAINED[::2], TRAINED[1::2])]
-        self.optimizer = self.optimizer_class()(groups, **rule)
+        self.optimizer = config.optimizer_class(self.under_amp)(groups, **config.options())
         self.norm, self.at_step, self.shown = None, [], None
         self.start()
         if config.hook:
@@ -260,10 +257,7 @@ class Truth(Script):
         kept: What buffers were before they were cast.
     """
 
-    device = PLAIN_DEVICE
-
-    def optimizer_class(self):
-        return torch.optim.SGD if self.config.rule == "sgd" else torch.optim.Adam
+    device, under_amp = PLAIN_DEVICE, False
 
     def start(self):
         self.kept = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
@@ -367,28 +361,8 @@ def half_ulp(w):
 class Amp(Script):
     """With amp."""
 
-    def optimizer_class(self):
-        if self.config.how in ("fused", "float32"):
-            return optimizers.NpuFusedSGD if self.config.rule == "sgd" else optimizers.NpuFusedAdam
-        return torch.optim.SGD if self.config.rule == "sgd" else torch.optim.Adam
-
     def start(self):
-        amp.initialize(
-            self.model,
-            self.optimizer,
-            opt_level=self.config.level,
-            loss_scale=self.config.scale,
-            dynamic_init_scale=INITIAL_SCALE,
-            scale_window=WINDOW,
-            max_loss_scale=MAX_SCALE,
-            verbosity=0,
-            skip_alarm=None,
-            combine_grad=self.config.how == "combine_grad",
-            fuse_unscale=self.config.fuse_unscale,
-            store_param_remainders=False
-            if self.config.how == "float32" and self.config.level in WITH_MASTERS
-            else None,
-        )
+        self.config.initialize(self.model, self.optimizer)
 
     def scale_loss(self, loss):
         with amp.scale_loss(loss, self.optimizer) as scaled_loss:
