@@ -232,52 +232,39 @@ def test_changed_weights_are_never_stale(
             change(model)
 
 
+class Twice(nn.Module):
+    """Uses a weight twice."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.matrix, self.use = nn.Linear(4, 4), nn.Parameter(torch.eye(4)), use
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.use(self, x), self.use(self, x)
+
+
+# How a weight is used, and the node of the weight's cast in the graph of the output.
+USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], Any]]] = {
+    # addmm(bias, x, weight.t()): over the transpose
+    "linear": (lambda m, x: m.layer(x), lambda node: node.next_functions[2][0].next_functions[0][0]),
+    "overlay": (lambda m, x: torch.addr(m.matrix, x[0], x[0]), lambda node: node.next_functions[0][0]),
+}
+
+
 @pytest.mark.skipif(not _cached_weights_have_gradients(), reason="this torch loses gradients of cached weights")
-def test_a_forward_casts_each_weight_once(casts: CastHandle) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.layer(x), self.layer(x)
-
-    def weight_cast(output: Tensor) -> Any:
-        # linear is addmm(bias, x, weight.t()): follow the weight's edge over the transpose to its cast.
-        return output.grad_fn.next_functions[2][0].next_functions[0][0]  # type: ignore[union-attr]
-
-    model = Twice().to(DEVICE)
-    x = positive(2, 4)
+@pytest.mark.parametrize("use", USES)
+def test_a_forward_casts_each_weight_once(casts: CastHandle, use: str) -> None:
+    if use == "overlay" and extension is None:
+        pytest.skip("the kernels in Python keep no copies")
+    call, cast_of = USES[use]
+    model, x = Twice(call).to(DEVICE), positive(2, 4)
     bare = model(x)
-    assert weight_cast(bare[0]) is not weight_cast(bare[1])
-    convert_model(model, O1, (DEVICE.type,), casts)
-    first = model(x)
-    assert weight_cast(first[0]) is weight_cast(first[1])
-    assert weight_cast(model(x)[0]) is not weight_cast(first[0])
-
-
-@pytest.mark.skipif(extension is None, reason="the kernels in Python keep no copies")
-@pytest.mark.skipif(not _cached_weights_have_gradients(), reason="this torch loses gradients of cached weights")
-def test_a_forward_casts_the_weights_of_overlay_operators_once(casts: CastHandle) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.matrix = nn.Parameter(torch.eye(3))
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.addr(self.matrix, x, x), torch.addr(self.matrix, x, x)
-
-    def matrix_cast(output: Tensor) -> Any:
-        return output.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-
-    model, x = Twice().to(DEVICE), positive(3)
-    bare = model(x)
-    assert matrix_cast(bare[0]) is not matrix_cast(bare[1])
+    assert cast_of(bare[0].grad_fn) is not cast_of(bare[1].grad_fn)
     convert_model(model, O1, (DEVICE.type,), casts)
     first = model(x)
     assert first[0].dtype == HALF
-    assert matrix_cast(first[0]) is matrix_cast(first[1])
-    assert matrix_cast(model(x)[0]) is not matrix_cast(first[0])
+    assert cast_of(first[0].grad_fn) is cast_of(first[1].grad_fn)
+    assert cast_of(model(x)[0].grad_fn) is not cast_of(first[0].grad_fn)
 
 
 # ----------------------------------------------------------------------------------------------------------- disabled

@@ -175,6 +175,7 @@ def failing_block(model, optimizer):
 WRITES = {
     # What may be done between a block and the step.
     "nothing": lambda model, optimizer: None,
+    "clip others": lambda model, optimizer: nn.utils.clip_grad_norm_(nn.Linear(2, 2).parameters(), 0.5),
     "clip, fused": lambda model, optimizer: optimizer.clip_optimizer_grad_norm_fused(1e-3),
     "read": lambda model, optimizer: [p.grad.sum() for p in amp.master_params(optimizer)],
     "combined": lambda model, optimizer: optimizer.get_optimizer_combined_grads(),

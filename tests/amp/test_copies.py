@@ -23,6 +23,7 @@ from small_programs import (
     backward,
     initialize,
     kinds,
+    known_fault,
     levels,
     saved_and_loaded,
     start,
@@ -205,8 +206,13 @@ def test_a_shallow_copy_of_an_optimizer_leaves_its_masters(kind, level):
     assert_values(model.state_dict().values(), EXACT - torch.tensor(X))
 
 
-@copies
-@levels(("O0", *WITH_MASTERS))
+@pytest.mark.parametrize(
+    ("level", "how"),
+    [
+        *(("O0", "deepcopy"), ("O2", "deepcopy"), ("O2", "pickle"), ("O5", "deepcopy"), ("O5", "pickle")),
+        pytest.param("O0", "pickle", marks=known_fault("a model without masters is not known after a pickle")),
+    ],
+)
 def test_copies_are_not_cast_under_another_models_o1(level, how):
     """LayerNorm computes in float32 at O1."""
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)).to(DEVICE)
@@ -215,9 +221,8 @@ def test_copies_are_not_cast_under_another_models_o1(level, how):
     step_on(model(x).float().sum(), optimizer)
     other = nn.Linear(8, 8).to(DEVICE)
     initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), "O1")
-    if level != "O0":
-        twin, _ = COPIES[how]((model, optimizer))
-        assert torch.equal(twin(x), model(x))
+    twin, _ = COPIES[how]((model, optimizer))
+    assert torch.equal(twin(x), model(x))
 
 
 @levels(LEVELS)

@@ -102,26 +102,20 @@ def unscaled(grads):
     return [p.grad for p in params]
 
 
-def test_one_tensor_twice():
-    grad = torch.full((3,), SCALE, device=DEVICE)
-    assert [g.tolist() for g in unscaled([grad, grad])] == [[1.0] * 3] * 2
+SHARING = {
+    "one tensor twice": lambda whole: [whole, whole],
+    "views that overlap in part": lambda whole: [whole[4:], whole, whole[:4], whole[2:6]],
+    "one element, expanded": lambda whole: [whole[:1].expand(3), whole[:1], whole[:1].expand(2)],
+    "other strides": lambda whole: [whole.view(2, 4).t(), whole.view(2, 4), whole.view(2, 4)[:, 1:3]],
+}
 
 
-def test_views_that_overlap_in_part():
-    whole = torch.full((8,), SCALE, device=DEVICE)
-    result = unscaled([whole[4:], whole, whole[:4], whole[2:6]])
-    assert [g.tolist() for g in result] == [[1.0] * n for n in (4, 8, 4, 4)]
-
-
-def test_one_with_shared_elements_beside_a_view_of_it():
-    one = torch.full((1,), SCALE, device=DEVICE)
-    assert [g.tolist() for g in unscaled([one.expand(3), one, one.expand(2)])] == [[1.0] * n for n in (3, 1, 2)]
-
-
-def test_other_strides():
-    matrix = torch.full((3, 4), SCALE, device=DEVICE)
-    for grad in unscaled([matrix.t(), matrix, matrix[:, 1:3]]):
-        assert grad.eq(1.0).all()
+@pytest.mark.parametrize("sharing", SHARING)
+def test_gradients_of_one_memory(sharing):
+    grads = SHARING[sharing](torch.full((8,), SCALE, device=DEVICE))
+    for found, grad in zip(unscaled(grads), grads, strict=True):
+        assert found.shape == grad.shape
+        assert found.eq(1.0).all()
 
 
 def test_a_subclass_without_memory_of_its_own_given_twice():

@@ -182,29 +182,21 @@ def test_another_thread_is_another_call():
 
 @needs("mixed_operands")
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-@pytest.mark.parametrize("model_first", [True, False])
-def test_copies_that_are_made_with_the_optimizer_cast_by_their_own(how, model_first):
+@pytest.mark.parametrize("first", ["model", "encoder", "optimizer"])
+def test_copies_that_are_made_with_the_optimizer_cast_by_their_own(how, first):
+    """A submodule that is copied before its model is of the model's copy."""
     model = Autoencoder().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    twin = how((model, optimizer))[0] if model_first else how((optimizer, model))[1]
-    assert twin.encoder(x(3, 4)).dtype == torch.float16
-    assert {hook.of.model for m in twin.modules() for hook in m._forward_pre_hooks.values()} == {twin}
-    amp.shutdown()
-    assert model.encoder(x(3, 4)).dtype == twin.encoder(x(3, 4)).dtype == torch.float32
-
-
-@needs("mixed_operands")
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_a_submodule_that_is_copied_before_its_model_is_of_the_models_copy(how):
-    model = Autoencoder().to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    encoder, twin, _ = how((model.encoder, model, optimizer))
-    assert encoder is twin.encoder
+    given = {"encoder": model.encoder, "optimizer": optimizer, "model": model}
+    copied = how({first: given[first], **given})
+    twin = copied["model"]
+    assert copied["encoder"] is twin.encoder
     assert {hook.of.model for m in twin.modules() for hook in m._forward_pre_hooks.values()} == {twin}
     assert twin(x(3, 4)).dtype == torch.float32
-    assert encoder(x(3, 4)).dtype == torch.float16
+    assert twin.encoder(x(3, 4)).dtype == torch.float16
+    amp.shutdown()
+    assert model.encoder(x(3, 4)).dtype == twin.encoder(x(3, 4)).dtype == torch.float32
 
 
 def test_submodules_that_are_kept_without_their_model_stay_at_its_level():

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``initialize`` more than once, ``shutdown``, and threads."""
 
-import copy
 import gc
 import threading
 import tracemalloc
@@ -79,14 +78,6 @@ def test_a_compiled_model_keeps_out_the_casts_of_a_later_initialize():
     x = torch.ones(2, 4, device=DEVICE)
     torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x), rtol=0, atol=0)
     assert model.seen == torch.float32
-
-
-def test_a_copy_of_a_model_is_not_cast_under_the_o1_of_another():
-    model, _ = make("O0")
-    make("O1")
-    copied = copy.deepcopy(model)
-    copied(torch.randn(8, 4, device=DEVICE))
-    assert copied.seen == torch.float32
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
