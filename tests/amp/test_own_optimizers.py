@@ -35,14 +35,6 @@ class MovesByAHundred(optimizers.NpuFusedSGD):
             p.data.sub_(100.0)
 
 
-@levels(LEVELS)
-def test_a_subclass_with_a_group_step_of_its_own(level):
-    model = Weights(10.0)
-    _, optimizer = initialize(model, MovesByAHundred(model.parameters(), lr=0.1), level)
-    train_step(model, optimizer)
-    assert_values(model.parameters(), -90.0)
-
-
 @pytest.mark.skipif(extension is None, reason="without the extension there are no remainders")
 @pytest.mark.parametrize("cls", [MovesByAHundred, torch.optim.SGD])
 def test_remainders_are_for_the_rules_of_this_package(cls):
@@ -120,15 +112,6 @@ class SubtractsGradients(optimizers.NpuFusedSGD):
             p.data.sub_(p.grad)
 
 
-@levels(LEVELS)
-@pytest.mark.parametrize("kind", [{}, {"fuse_unscale": True}], ids=str)
-def test_a_group_step_reads_unscaled_gradients(kind, level):
-    model = Weights(10.0)
-    _, optimizer = initialize(model, SubtractsGradients(model.parameters(), lr=0.1), level, loss_scale=64.0, **kind)
-    train_step(model, optimizer)
-    assert_values(model.parameters(), MOVED)
-
-
 def test_a_group_step_reads_gradients_that_a_grad_scaler_has_unscaled():
     model = Weights(10.0)
     optimizer = SubtractsGradients(model.parameters(), lr=0.1, fuse_grad_scaler=True)
@@ -170,15 +153,11 @@ def test_a_group_step_with_capturable_is_refused():
         MovesByAHundred(Weights(10.0).parameters(), lr=0.1, capturable=True)
 
 
-def test_an_update_of_its_own_goes_before_a_group_step():
-    class Both(WithGroupStep, optimizers.NpuFusedAdam):
-        def update(self, run, group):
-            run.param.sub_(100.0)
+class WithBoth(WithGroupStep, optimizers.NpuFusedAdam):
+    """Its update goes before its group step."""
 
-    model = Weights(10.0)
-    _, optimizer = initialize(model, Both(model.parameters(), lr=0.1), "O1")
-    train_step(model, optimizer)
-    assert_values(model.parameters(), -90.0)
+    def update(self, run, group):
+        run.param.sub_(100.0)
 
 
 def test_a_group_step_that_fails_counts_no_step():
@@ -244,15 +223,6 @@ class CopyOfAscends(torch.optim.SGD):
     is_npu_fused_optimizer = True
 
 
-@levels(LEVELS)
-@pytest.mark.parametrize("fuse_unscale", [False, True])
-def test_an_optimizer_that_a_script_brings_along_and_marks_as_fused(fuse_unscale, level):
-    model = Weights(10.0)
-    _, optimizer = initialize(model, CopyOfAscends(model.parameters(), lr=1.0), level, fuse_unscale=fuse_unscale)
-    train_step(model, optimizer)
-    assert_values(model.parameters(), MOVED)
-
-
 class WholeCopyOfAscends(CopyOfAscends):
     @torch.no_grad()
     def step(self, closure=None):
@@ -291,21 +261,27 @@ class SharesGroups(Both):
         return [group for optimizer in self.inner for group in optimizer.param_groups]
 
 
-@levels(LEVELS)
-@pytest.mark.parametrize("inner", [torch.optim.SGD, optimizers.NpuFusedSGD])
-def test_one_optimizer_over_two(inner, level):
-    model = Weights(10.0, 10.0)
-    _, optimizer = initialize(model, Both(*[inner([w], lr=1.0) for w in model.w]), level)
-    train_step(model, optimizer)
-    assert_values(model.parameters(), MOVED, MOVED)
+# Optimizers of these parameters, and what one step makes of 10.
+OWN = {
+    "a group step": (lambda params: MovesByAHundred(params, lr=0.1), -90.0),
+    "a group step that reads gradients": (lambda params: SubtractsGradients(params, lr=0.1), MOVED),
+    "an update and a group step": (lambda params: WithBoth(params, lr=0.1), -90.0),
+    "marked as fused": (lambda params: CopyOfAscends(params, lr=1.0), MOVED),
+    "one over two": (lambda params: Both(*[torch.optim.SGD([w], lr=1.0) for w in params]), MOVED),
+    "one over two fused": (lambda params: Both(*[optimizers.NpuFusedSGD([w], lr=1.0) for w in params]), MOVED),
+    "sharing groups": (lambda params: SharesGroups(*[torch.optim.SGD([w], lr=1.0) for w in params]), MOVED),
+}
 
 
+@pytest.mark.parametrize("fuse_unscale", [False, True])
 @levels(LEVELS)
-def test_one_optimizer_over_two_that_shares_their_groups(level):
+@pytest.mark.parametrize("own", OWN)
+def test_a_step(own, level, fuse_unscale):
+    make, expected = OWN[own]
     model = Weights(10.0, 10.0)
-    _, optimizer = initialize(model, SharesGroups(*[torch.optim.SGD([w], lr=1.0) for w in model.w]), level)
+    _, optimizer = initialize(model, make(list(model.parameters())), level, fuse_unscale=fuse_unscale)
     train_step(model, optimizer)
-    assert_values(model.parameters(), MOVED, MOVED)
+    assert_values(model.parameters(), expected, expected)
 
 
 @pytest.fixture
