@@ -35,24 +35,17 @@ ALL_KINDS = ("torch", "combine_grad", "fused", "fuse_unscale")
 
 @kinds(ALL_KINDS)
 @levels(WITH_MASTERS)
-def test_a_model_with_float32_values_that_is_moved_after_initialize(level, kind):
-    model, optimizer = start(Weights(10.0).cpu(), kind=kind, level=level)
+@pytest.mark.parametrize("written", [False, True])
+def test_a_model_with_float32_values_that_is_moved_after_initialize(written, level, kind):
+    model, optimizer = start(Weights(1.0 if written else 10.0).cpu(), kind=kind, level=level)
+    if written:
+        with torch.no_grad():
+            model.w[0].fill_(10.0)
     model.to(DEVICE)
     train_step(model, optimizer)
     assert_values(model.parameters(), MOVED)
     assert_values(model.state_dict().values(), MOVED)
     assert {p.device for p in amp.master_params(optimizer)} == {model.w[0].device}
-
-
-@kinds(ALL_KINDS)
-@levels(WITH_MASTERS)
-def test_what_is_written_to_a_model_before_it_is_moved_is_trained(level, kind):
-    model, optimizer = start(Weights(1.0).cpu(), kind=kind, level=level)
-    with torch.no_grad():
-        model.w[0].fill_(10.0)
-    model.to(DEVICE)
-    train_step(model, optimizer)
-    assert_values(model.parameters(), MOVED)
 
 
 @pytest.fixture(params=[False, True], ids=["assigned", "swapped"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICE
-from small_programs import backward, initialize
+from small_programs import backward
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -126,14 +126,12 @@ class KeywordOnly(torch.optim.SGD):
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
 @pytest.mark.parametrize("arguments", [{}, {"set_to_none": True}, {"set_to_none": False}])
-def test_zero_grad_is_called_by_keyword_where_it_takes_one(level, arguments):
-    model = nn.Linear(3, 1).to(DEVICE)
-    optimizer = KeywordOnly(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    backward(model(torch.ones(2, 3, device=DEVICE)).sum(), optimizer)
+def test_zero_grad_is_called_by_keyword_where_it_takes_one(level: str, arguments: Any) -> None:
+    model, optimizer = start(KeywordOnly, level)
+    block(model, optimizer)
     optimizer.zero_grad(**arguments)
-    cleared = arguments.get("set_to_none", True)
-    assert all((p.grad is None) if cleared else not p.grad.any() for p in amp.master_params(optimizer))
+    grad = model.weight.grad
+    assert grad is None if arguments.get("set_to_none", True) else not grad.any()
 
 
 class Interrupted(KeywordOnly):
@@ -144,11 +142,9 @@ class Interrupted(KeywordOnly):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_step_calls_no_zero_grad_of_the_scripts():
-    model = nn.Linear(3, 1).to(DEVICE)
-    optimizer = Interrupted(model.parameters(), lr=0.1)
-    model, optimizer = initialize(model, optimizer, "O2", loss_scale=2.0)
-    backward(model(torch.ones(2, 3, device=DEVICE)).sum(), optimizer)
+def test_an_interrupted_step_calls_no_zero_grad_of_the_scripts() -> None:
+    model, optimizer = start(Interrupted, "O2")
+    block(model, optimizer)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
+    assert model.weight.grad is None
