@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from amp.classifier import Net, batch, train
 from devices import DEVICE, are_dropped, needs
 from small_programs import backward
 from torch import nn
@@ -20,30 +21,19 @@ pytestmark = pytest.mark.host
 LEVELS = [("O2", {}), ("O5", {}), ("O5", {"store_param_remainders": True})]
 
 
-def make():
-    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
-
-
-def train(model, optimizer):
-    for _ in range(2):
-        optimizer.zero_grad()
-        backward(model(torch.randn(4, 1, 4, 4).to(DEVICE)).float().square().mean(), optimizer)
-        optimizer.step()
-
-
 def trained(level, **options):
-    model = make().to(DEVICE)
+    model = Net()
     optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-2)
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=level, loss_scale="dynamic", dynamic_init_scale=16.0, verbosity=0, **options
     )
-    train(model, optimizer)
+    train(model, optimizer, range(2))
     return model, optimizer
 
 
 def reference_of(model):
     """Plain torch with the state dict of ``model``."""
-    plain = make().to(DEVICE)
+    plain = Net()
     plain.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in model.state_dict().items()})
     return plain
 
@@ -61,7 +51,7 @@ def test_values_and_results_are_those_of_plain_torch(level, over):
     for name, value in plain.state_dict().items():
         assert torch.equal(clean.state_dict()[name], value), name
         assert clean.state_dict()[name].dtype == value.dtype
-    x = torch.randn(2, 1, 4, 4).to(DEVICE)
+    x = batch(0)[0]
     with amp.disable_casts():
         assert torch.equal(clean.eval()(x), plain.eval()(x))
     # Nothing of amp is on the copy, and the model is as it was.
@@ -70,7 +60,7 @@ def test_values_and_results_are_those_of_plain_torch(level, over):
     assert [p.dtype for p in model.parameters()] == dtypes
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
     if not over:
-        train(model, optimizer)
+        train(model, optimizer, range(2))
         assert amp.last_step(optimizer).applied
 
 
@@ -79,7 +69,7 @@ def test_values_and_results_are_those_of_plain_torch(level, over):
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_torch_export(level):
     model, _ = trained(level)
-    x = torch.randn(2, 1, 4, 4)
+    x = batch(0)[0]
     clean = amp.float32_copy(model).eval()
     with amp.disable_casts():
         program = torch.export.export(clean, (x,))
@@ -100,7 +90,7 @@ def test_weights_in_low_precision_alone_are_refused():
 
 
 def test_a_model_without_amp():
-    model = make()
+    model = Net()
     clean = amp.float32_copy(model)
     assert clean is not model
     assert all(torch.equal(a, b) for a, b in zip(clean.parameters(), model.parameters(), strict=True))
@@ -109,9 +99,9 @@ def test_a_model_without_amp():
 def test_hooks_of_the_users_stay():
     model, _ = trained("O2")
     seen = []
-    model[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    model.conv.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
     clean = amp.float32_copy(model)
-    clean.eval()(torch.randn(2, 1, 4, 4).to(DEVICE))
+    clean.eval()(batch(0)[0])
     assert seen == [torch.float32]
     copy.deepcopy(clean)
 
@@ -188,7 +178,7 @@ def test_what_is_unfrozen_is_trained_from_its_float32_value(added, kind, level, 
 def test_masters_live_as_long_as_the_model(level, options):
     """They are shown when their optimizer is gone; a model that is gone is not kept alive."""
     model, optimizer = trained(level, **options)
-    held = [weakref.ref(o) for o in (model, model[4].weight, next(amp.master_params(optimizer)))]
+    held = [weakref.ref(o) for o in (model, model.head.weight, next(amp.master_params(optimizer)))]
     values = states(model)
     del optimizer
     gc.collect()

@@ -6,9 +6,7 @@ import itertools
 
 import pytest
 import torch
-from devices import DEVICE
-from small_programs import backward
-from torch import nn
+from amp.classifier import Net, train
 
 from apex_npu import amp, optimizers
 from apex_npu.amp.policy import resolve
@@ -34,31 +32,10 @@ def accepted(level):
         yield overrides
 
 
-def make_model():
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 2)]
-    return nn.Sequential(*layers).to(DEVICE)
-
-
-def losses(model, optimizer, scaled):
-    found = []
-    for number in range(3):
-        x = torch.randn(16, 1, 6, 6, generator=torch.Generator().manual_seed(number)).to(DEVICE)
-        loss = nn.functional.mse_loss(model(x).float(), x.mean((1, 2, 3)).unsqueeze(1).expand(-1, 2))
-        optimizer.zero_grad()
-        if scaled:
-            backward(loss, optimizer)
-        else:
-            loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
 @pytest.fixture(scope="module")
 def in_float32():
-    model = make_model()
-    return losses(model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), scaled=False)
+    model = Net()
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), range(3), scaled=False)
 
 
 @pytest.mark.parametrize(("cls", "combine_grad"), [(torch.optim.SGD, None), (optimizers.NpuFusedSGD, True)])
@@ -68,7 +45,7 @@ def test_every_accepted_combination_trains(level, cls, combine_grad, in_float32)
     assert combinations
     # Half of them by each of the optimizers, with either loss scale in turn.
     for overrides in [one for i, one in enumerate(combinations) if (i + i // 2) % 2 == (combine_grad is True)]:
-        model = make_model()
+        model = Net()
         optimizer = cls(model.parameters(), lr=0.02, momentum=0.9)
         model, optimizer = amp.initialize(
             model,
@@ -80,7 +57,7 @@ def test_every_accepted_combination_trains(level, cls, combine_grad, in_float32)
             **overrides,
         )
         policy = amp.session.current().policy
-        found = losses(model, optimizer, scaled=True)
+        found = train(model, optimizer, range(3))
         low = {policy.model_dtype, policy.autocast_dtype if policy.patch_torch_functions else None} - {
             None,
             torch.float32,
@@ -91,7 +68,7 @@ def test_every_accepted_combination_trains(level, cls, combine_grad, in_float32)
         dtypes = {p.dtype for p in model.parameters()}
         if policy.model_dtype is not None:
             norm = torch.float32 if policy.keep_batchnorm_fp32 else policy.model_dtype
-            assert model[1].weight.dtype == norm
+            assert model.norm.weight.dtype == norm
             assert dtypes == {policy.model_dtype, norm}
         masters = {p.dtype for p in amp.master_params(optimizer)}
         assert masters == ({torch.float32} if policy.master_weights else dtypes)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from amp.classifier import Net, batch, loss_of, train
 from devices import DEVICE, needs
 from small_programs import backward, initialize, saturating_device, step_on
 from torch import nn
@@ -21,49 +22,12 @@ MAKERS = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.head = nn.Linear(8 * 36, 4)
-
-    def forward(self, x):
-        return self.head(torch.relu(self.norm(self.conv(x))).flatten(1))
-
-
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(16, 1, 6, 6, generator=generator).to(DEVICE)
-    return x, x.mean((1, 2, 3)).mul(12).add(2).clamp(0, 3.9).long()
-
-
 def make(level, maker="NpuFusedAdam", **options):
-    torch.manual_seed(0)
-    model = Net().to(DEVICE)
+    model = Net()
     optimizer = MAKERS[maker](model.parameters())
     if level is None:
         return model, optimizer
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
-
-
-def loss_of(model, step):
-    x, y = batch(step)
-    return nn.functional.cross_entropy(model(x), y)
-
-
-def train(model, optimizer, steps, scaled=True):
-    losses = []
-    for step in steps:
-        loss = loss_of(model, step)
-        optimizer.zero_grad()
-        if scaled:
-            backward(loss, optimizer)
-        else:
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def scale():
@@ -127,8 +91,7 @@ def test_dynamic_scale_comes_down_from_2_to_the_32(level, maker):
 def test_parameters_that_belong_to_no_model_stay_float32():
     """A criterion's weights, learned loss weights: legal, and never cast."""
     for level in LEVELS:
-        torch.manual_seed(0)
-        model, extra = Net().to(DEVICE), nn.Parameter(torch.ones(3, device=DEVICE))
+        model, extra = Net(), nn.Parameter(torch.ones(3, device=DEVICE))
         optimizer = optimizers.NpuFusedSGD([*model.parameters(), extra], lr=0.1)
         model, optimizer = initialize(model, optimizer, level, loss_scale=16.0)
         backward(loss_of(model, 0) + (extra**2).sum(), optimizer)
@@ -139,8 +102,7 @@ def test_parameters_that_belong_to_no_model_stay_float32():
 
 
 def test_optimizer_state_from_before_initialize_is_kept():
-    torch.manual_seed(0)
-    model = Net().to(DEVICE)
+    model = Net()
     optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-2)
     train(model, optimizer, range(3), scaled=False)
     moments = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
@@ -152,8 +114,7 @@ def test_optimizer_state_from_before_initialize_is_kept():
 
 def test_disabled_is_pass_through():
     expected = train(*make(None), range(3), scaled=False)
-    torch.manual_seed(0)
-    model = Net().to(DEVICE)
+    model = Net()
     optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-2)
     result = amp.initialize(model, optimizer, enabled=False, opt_level="O2", loss_scale=128.0)
     assert result == (model, optimizer)
@@ -173,7 +134,7 @@ class Watching(torch.optim.SGD):
 
 
 def test_the_optimizer_steps_outside_the_casts():
-    model = Net().to(DEVICE)
+    model = Net()
     model, optimizer = amp.initialize(model, Watching(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
     assert torch.is_autocast_enabled(DEVICE.type)
     train(model, optimizer, [0])
@@ -184,9 +145,9 @@ def test_the_optimizer_steps_outside_the_casts():
 
 
 def test_the_optimizer_of_an_earlier_session_steps_outside_the_casts_of_a_later_one():
-    model = Net().to(DEVICE)
+    model = Net()
     _, earlier = amp.initialize(model, Watching(model.parameters(), lr=0.1), opt_level="O0", verbosity=0)
-    amp.initialize(Net().to(DEVICE), opt_level="O1", verbosity=0)
+    amp.initialize(Net(), opt_level="O1", verbosity=0)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     param = next(model.parameters())
