@@ -186,19 +186,13 @@ def test_cast_model_outputs(policy: Any, dtype: torch.dtype) -> None:
     assert model({"a": torch.randn(2)})["a"].dtype == dtype
 
 
-def test_o1_leaves_inputs_and_outputs_alone() -> None:
-    model = Echo()
-    convert_model(model, O1, CPU)
-    x = torch.randn(2)
-    assert model(x) is x
-    assert vars(model)["seen"][0][0] is x
-
-
-def test_o0_makes_inputs_float() -> None:
-    model = Echo()
-    convert_model(model, O0, CPU)
-    assert model(torch.randn(2).half()).dtype == FLOAT
-    assert vars(model)["seen"][0][0].dtype == FLOAT
+@pytest.mark.parametrize(("policy", "dtype"), [(O0, FLOAT), (O1, HALF)])
+def test_o0_makes_inputs_and_outputs_float_and_o1_leaves_them(policy: Any, dtype: torch.dtype) -> None:
+    model, x = Echo(), torch.randn(2).half()
+    convert_model(model, policy, CPU)
+    output, given = model(x), vars(model)["seen"][0][0]
+    assert output.dtype == given.dtype == dtype
+    assert (output is x) == (given is x) == (policy is O1)
 
 
 def test_undo_restores_the_forward_and_not_the_dtypes() -> None:
