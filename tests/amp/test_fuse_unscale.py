@@ -547,7 +547,6 @@ READERS = {
 
 
 @pytest.mark.filterwarnings("ignore:torch.nn.utils.clip_grad_norm_:RuntimeWarning")
-@pytest.mark.pairwise
 @pytest.mark.parametrize("fuse_unscale", [False, True])
 @pytest.mark.parametrize("reader", [*READERS, "AmpScaler"])
 @pytest.mark.parametrize("kind", ["torch", "combine_grad", "fused"])
