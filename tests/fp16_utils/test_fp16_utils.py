@@ -192,24 +192,21 @@ def test_scalers_see_overflow_and_scale_the_backward():
 
 # ------------------------------------------------------------------------------------------------------ FP16_Optimizer
 
-MAKERS = [
-    lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    lambda params: torch.optim.Adam(params, lr=1e-2),
-    lambda params: optimizers.NpuFusedSGD(params, lr=0.05, momentum=0.9),
-    lambda params: optimizers.FusedAdam(params, lr=1e-2, adam_w_mode=False),
-]
-MAKER_NAMES = ["SGD", "Adam", "NpuFusedSGD", "FusedAdam"]
+MAKERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "Adam": lambda params: torch.optim.Adam(params, lr=1e-2),
+    "NpuFusedSGD": lambda params: optimizers.NpuFusedSGD(params, lr=0.05, momentum=0.9),
+    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=1e-2, adam_w_mode=False),
+}
 
 
 @pytest.mark.parametrize("options", [{"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}], ids=str)
-@pytest.mark.parametrize("maker", MAKERS, ids=MAKER_NAMES)
+@pytest.mark.parametrize("maker", MAKERS)
 def test_it_trains_like_manually_kept_masters(maker, options):
     model, reference = net(torch.float16), net(torch.float16)
-    optimizer = FP16_Optimizer(maker(model.parameters()), verbose=False, **options)
+    optimizer = FP16_Optimizer(MAKERS[maker](model.parameters()), verbose=False, **options)
     params, masters = fp16_utils.prep_param_lists(reference)
-    plain = (torch.optim.SGD if "SGD" in type(optimizer.optimizer).__name__ else torch.optim.Adam)(
-        masters, **({"lr": 0.05, "momentum": 0.9} if "SGD" in type(optimizer.optimizer).__name__ else {"lr": 1e-2})
-    )
+    plain = MAKERS["SGD" if "SGD" in maker else "Adam"](masters)
     stepped = optimizer.param_groups[0]["params"]
     for step in range(10):
         optimizer.zero_grad()
@@ -236,7 +233,7 @@ def test_it_trains_like_manually_kept_masters(maker, options):
 @pytest.mark.parametrize("delayed", [False, True])
 def test_losses_add_up_however_gradients_are_cleared(delayed, clear):
     model, together = net(torch.float16), net(torch.float16)
-    optimizers_ = [FP16_Optimizer(MAKERS[0](m.parameters()), 64.0, verbose=False) for m in (model, together)]
+    optimizers_ = [FP16_Optimizer(MAKERS["SGD"](m.parameters()), 64.0, verbose=False) for m in (model, together)]
     model.norm.eval()
     together.norm.eval()
     for step in range(4):
@@ -263,7 +260,7 @@ def test_losses_add_up_however_gradients_are_cleared(delayed, clear):
 
 def test_an_overflow_skips_the_step_once(capsys):
     model = net(torch.float16)
-    optimizer = FP16_Optimizer(MAKERS[0](model.parameters()), dynamic_loss_scale=True, verbose=False)
+    optimizer = FP16_Optimizer(MAKERS["SGD"](model.parameters()), dynamic_loss_scale=True, verbose=False)
     before = {name: value.clone() for name, value in model.named_parameters()}
     optimizer.zero_grad()
     optimizer.backward(loss_of(model, 0) * float("inf"))
@@ -284,7 +281,7 @@ def test_an_overflow_skips_the_step_once(capsys):
 
 def test_clipping_acts_on_the_masters():
     model = net(torch.float16)
-    optimizer = FP16_Optimizer(MAKERS[0](model.parameters()), 128.0, verbose=False)
+    optimizer = FP16_Optimizer(MAKERS["SGD"](model.parameters()), 128.0, verbose=False)
     optimizer.backward(loss_of(model, 0))
     grads = [g for group in optimizer.inspect_master_grad_data() for g in group if g is not None]
     norm = torch.stack([g.double().norm() for g in grads]).norm()
@@ -342,7 +339,7 @@ def test_lbfgs_sees_the_loss_where_its_masters_are():
 
 def test_a_checkpoint_resumes_bit_for_bit():
     model = net(torch.float16)
-    optimizer = FP16_Optimizer(MAKERS[1](model.parameters()), dynamic_loss_scale=True, verbose=False)
+    optimizer = FP16_Optimizer(MAKERS["Adam"](model.parameters()), dynamic_loss_scale=True, verbose=False)
 
     def train(steps):
         for step in steps:
@@ -363,20 +360,20 @@ def test_a_checkpoint_resumes_bit_for_bit():
         "fp32_from_fp16",
     }  # fmt: skip
     model = net(torch.float16)
-    optimizer = FP16_Optimizer(MAKERS[1](model.parameters()), dynamic_loss_scale=True, verbose=False)
+    optimizer = FP16_Optimizer(MAKERS["Adam"](model.parameters()), dynamic_loss_scale=True, verbose=False)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     train(range(4, 8))
     for name, value in model.state_dict().items():
         assert torch.equal(value, expected[name]), name
-    other = FP16_Optimizer(MAKERS[1](nn.Linear(2, 2).to(DEVICE).half().parameters()), verbose=False)
+    other = FP16_Optimizer(MAKERS["Adam"](nn.Linear(2, 2).to(DEVICE).half().parameters()), verbose=False)
     with pytest.raises(ValueError, match=r"4 masters, this optimizer 2"):
         other.load_state_dict(checkpoint["optimizer"])
 
 
 def test_what_it_passes_on_and_what_it_refuses(capsys):
     model = net(torch.float16)
-    inner = MAKERS[0](model.parameters())
+    inner = MAKERS["SGD"](model.parameters())
     optimizer = FP16_Optimizer(inner)
     assert "FP16_Optimizer processing param group 0:" in capsys.readouterr().out
     optimizer.loss_scale = 32.0
