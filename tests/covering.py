@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Which cases of a parametrization run every day; the others are marked ``sweep``.
 
-A test that is marked ``pairwise`` has each pair of values in one of them. A case for which ``unless(**params)`` holds,
-as the test skips it, covers none, and neither does one that is a sweep by a mark of its own.
+A test that is marked ``pairwise`` has each pair of values in one of them. A case that is a sweep by a mark of its own
+covers none.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ def covering(pairs: dict[Any, set[Pair]]) -> set[Any]:
 
 
 def _pairs(item: Any) -> set[Pair]:
-    mark, call = item.get_closest_marker("pairwise"), item.callspec
-    if "unless" in mark.kwargs and mark.kwargs["unless"](**call.params):
-        return set()
-    values = [(name, id(value)) for name, value in sorted(call.params.items())]
+    values = [(name, id(value)) for name, value in sorted(item.callspec.params.items())]
     assert len(values) > 1, f"{item.nodeid}: all of its cases would be sweeps, as one parameter makes no pairs"
     return set(combinations(values, 2))
 
