@@ -408,8 +408,9 @@ def _evaluate_closure(
         return None, args, kwargs
     if isinstance(optimizer, LBFGS):
         raise RuntimeError(
-            "Currently, Amp does not support closure use with optimizers. Compute the loss, call scale_loss "
-            "and backward, then step() without arguments"
+            "LBFGS calls its closure many times in a step, but under amp the gradients of each backward are checked "
+            "before the step: pass only the model, as in amp.initialize(model, opt_level='O4'), and call "
+            "loss.backward() in the closure without scale_loss"
         )
     with torch.enable_grad():
         loss = closure()

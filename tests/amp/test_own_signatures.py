@@ -95,6 +95,33 @@ def test_a_closure_that_is_called_twice_is_refused() -> None:
     assert model.weight.tolist() == [[1.0, 1.0]]
 
 
+def test_lbfgs_is_refused_with_what_to_write_instead() -> None:
+    inputs, targets = torch.eye(2, device=DEVICE), torch.tensor([[1.0], [-2.0]], device=DEVICE)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    model = torch.nn.Linear(2, 1, bias=False).to(DEVICE)
+    model, optimizer = amp.initialize(model, torch.optim.LBFGS(model.parameters()), opt_level="O4", verbosity=0)
+    before = model.weight.detach().clone()
+    with pytest.raises(
+        RuntimeError, match=r"LBFGS calls its closure many times.*amp\.initialize\(model, opt_level='O4'\)"
+    ):
+        optimizer.step(closure)
+    torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
+
+    model = torch.nn.Linear(2, 1, bias=False).to(DEVICE)
+    model = amp.initialize(model, opt_level="O4", verbosity=0)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    for _ in range(5):
+        optimizer.step(closure)
+    # The solution of the least squares problem, up to the rounding of weights to bfloat16 in the forward.
+    torch.testing.assert_close(model.weight.detach(), targets.T, rtol=2**-8, atol=0)
+
+
 @LEVELS
 @pytest.mark.parametrize("fuse", [None, True])
 def test_a_skipped_step_returns_none(level: str, fuse: bool | None) -> None:
