@@ -51,7 +51,9 @@ def check_incoming(models: list[nn.Module], optimizers: list[Optimizer]) -> None
                     "optimization level you choose; drop that call"
                 )
     if len({id(o) for o in optimizers}) != len(optimizers):
-        raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+        raise RuntimeError(
+            "A given optimizer should only be passed through amp.initialize once: the list has one twice"
+        )
     for optimizer in optimizers:
         check_adoptable(optimizer)
         for inner in optimizers_inside(optimizer):
@@ -141,7 +143,10 @@ def check_adoptable(optimizer: Optimizer) -> None:
             framework's wrapper.
     """
     if state_of(optimizer) is not None:
-        raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+        raise RuntimeError(
+            "A given optimizer should only be passed through amp.initialize once: to initialize the model again, as "
+            "where a cell of a notebook runs again, make a new optimizer in front of the call"
+        )
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer) and not {"param_groups", "_optimizer_step_pre_hooks"} & vars(optimizer).keys():
         raise RuntimeError(
