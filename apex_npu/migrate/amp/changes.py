@@ -163,8 +163,6 @@ def clip(put: Training, call: ast.Call) -> None:
     if lists is not None and model and method == "parameters" and whole:
         edit = replaced(put.program, lists, f"{put.amp}.master_params({optimizer})")
         put.program.report("A303", "changed", lists, [edit])
-    elif put.casts_model:
-        raise UnclearError(call, "A354", "the optimizer is unclear: clip the gradients of amp.master_params(optimizer)")
 
 
 def float_inputs(put: Training, call: ast.Call) -> None:

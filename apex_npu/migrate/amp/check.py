@@ -142,7 +142,7 @@ def _check_libraries(put: Training) -> None:
         raise UnclearError(by_hand, "A354", _AVERAGED)
     statements = [one.statement for one in put.made] + [one.statement for one in put.backwards]
     for node in program.every(ast.Name, ast.Attribute):
-        dotted, used = program.dotted(node), node.attr if isinstance(node, ast.Attribute) else ""
+        dotted = program.dotted(node)
         package = dotted.partition(".")[0]
         if _SHARDED.fullmatch(dotted):
             raise UnclearError(node, "A354", "parameters are sharded: use torch's own mixed precision")
@@ -150,8 +150,10 @@ def _check_libraries(put: Training) -> None:
             raise UnclearError(node, "A354", f"{package} runs the training loop: use its own mixed precision")
         if dotted in ("torch.autograd.grad", "torch.autograd.backward"):
             raise UnclearError(node, "A353", f"{dotted} is used, and amp does not scale its gradients")
-        if used in ("grad", "share_memory") and put.casts_model and statements:
-            raise UnclearError(node, "A354", f"{used} is used, but at this level the optimizer steps float32 values")
+        if getattr(node, "attr", "") == "share_memory" and put.casts_model and statements:
+            raise UnclearError(
+                node, "A354", "share_memory shares 16-bit weights at this level, not their float32 values"
+            )
     if statements and not put.amp:
         raise UnclearError(statements[0], "A354", UNNAMED)
 

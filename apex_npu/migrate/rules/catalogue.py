@@ -150,7 +150,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     "A354": (
         "a library that trains, sharded parameters, and gradients that the program averages itself",
         "a BCELoss whose calls are unknown",
-        "at O2 and O5, gradients that are read, or clipped for an unclear optimizer",
+        "at O2 and O5, weights that processes share",
     ),
     "A355": (
         "a scaler that is passed to other code than functions of this file that scale, step and update with it",
