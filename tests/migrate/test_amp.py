@@ -52,6 +52,45 @@ def test_a_program_trains_with_amp(program, level, tmp_path, monkeypatch):
     assert scaled
 
 
+_READS_AN_INPUT = """
+import torch
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for p in model.parameters():
+    p.requires_grad = True
+for batch, y in data:
+    {made}
+    loss = (model(x) - y).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    norm = sum(p.grad.norm() for p in model.parameters())
+    batch = {read}
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("made", "read", "refused"),
+    [
+        ("x = batch.clone().requires_grad_()", "x + x.grad", True),
+        ("x = torch.tensor(batch, requires_grad=True)", "x + x.grad.data", True),
+        ("x = batch; x.requires_grad = True", "x + x.grad", True),
+        ("x = batch; x.requires_grad_(True)", "x + x.grad", True),
+        ("x = batch * 1.0; x.retain_grad()", "x + x.grad", True),
+        ("x = batch; x.requires_grad = True", "x", False),
+        ("x = batch; model.weight.requires_grad = True", "x + model.weight.grad", False),
+        ("x = batch", "x", False),
+    ],
+)
+def test_gradients_of_inputs_are_refused_where_there_is_a_loss_scale(level, made, read, refused):
+    rewritten = rewrite(_READS_AN_INPUT.format(made=made, read=read), options=Options(select=SELECT, amp=level))
+    why = [one.message for one in rewritten.findings if one.status == "refused"]
+    assert why == (
+        ["amp leaves gradients of inputs multiplied by the loss scale"] if refused and level in ("O1", "O2") else []
+    )
+
+
 def test_a_moved_switch_switches_amp_off(tmp_path):
     program = next(path for path in PROGRAMS if path.stem == "torch_amp")
     source = program.read_text(encoding="utf-8").replace("use_amp = torch.cuda.is_available()", "use_amp = False")

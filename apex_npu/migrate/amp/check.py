@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from apex_npu.migrate.engine.names import imported
 from apex_npu.migrate.engine.program import Finding, Program, UnclearError
-from apex_npu.migrate.engine.syntax import given_to, last_name, text
+from apex_npu.migrate.engine.syntax import constant, given_to, keywords, last_name, text
 from apex_npu.migrate.rules import weights
 from apex_npu.migrate.rules.apex import body_of
 from apex_npu.migrate.rules.tables import TRAINERS
@@ -38,6 +38,8 @@ _COLLECTIVE = re.compile(r"torch\.distributed\..*(reduce|gather|broadcast|all_to
 _NAMED_SO = re.compile(r"all_?reduce|(average|reduce|sync)\w*grad", re.IGNORECASE)
 # The results of these functions on a gradient are not gradients.
 _NO_GRADIENT = re.compile("all|any|isfinite|isinf|isnan|item|max|mean|min|norm|numel|size|sum")
+# Methods after which a tensor that is no parameter has a gradient.
+_REQUIRING = ("requires_grad_", "retain_grad")
 _KEPT_BY = ("add", "append", "extend", "insert")
 
 # A variable: the scope that binds it and its name, or "returned" and a function. Attributes are known by their text.
@@ -154,8 +156,36 @@ def _check_libraries(put: Training) -> None:
             raise UnclearError(
                 node, "A354", "share_memory shares 16-bit weights at this level, not their float32 values"
             )
+    read = next(_grads_of_inputs(program), None)
+    if read is not None and statements and put.level in ("O1", "O2"):
+        raise UnclearError(read, "A353", "amp leaves gradients of inputs multiplied by the loss scale")
     if statements and not put.amp:
         raise UnclearError(statements[0], "A354", UNNAMED)
+
+
+def _grads_of_inputs(program: Program) -> Iterator[ast.Attribute]:
+    """Yield where ``.grad`` of a tensor is read that the program lets require it, such as an input of the model.
+
+    Variables of loops are left out: where a loop sets ``requires_grad``, it unfreezes parameters.
+    """
+    inputs: set[_Variable] = set()
+    for node in program.names.nodes:
+        if isinstance(node, ast.Assign):
+            made = node.value if isinstance(node.value, ast.Call) else None
+            if made is not None and (last_name(made.func) in _REQUIRING or "requires_grad" in keywords(made)):
+                inputs |= set().union(*(_stored(program, one) for one in node.targets))
+            switched = [one for one in node.targets if isinstance(one, ast.Attribute) and one.attr == "requires_grad"]
+            if constant(node.value) is not False:
+                inputs |= {_variable(program, one.value) for one in switched}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _REQUIRING:
+            inputs.add(_variable(program, node.func.value))
+    for node in program.every(ast.For, ast.comprehension):
+        inputs -= _stored(program, node.target)
+    for attribute in program.every(ast.Attribute):
+        # Attributes are left out, too: they may be parameters of a module.
+        of_name = isinstance(attribute.value, ast.Name) and _variable(program, attribute.value) in inputs
+        if attribute.attr == "grad" and of_name and isinstance(attribute.ctx, ast.Load):
+            yield attribute
 
 
 def _averaged(program: Program) -> Iterator[ast.Call]:

@@ -144,7 +144,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "A353": (
         "a backward that is not a statement by itself, or that no step of an optimizer follows in its function",
-        "a step with a closure, and gradients from torch.autograd",
+        "a step with a closure, and gradients from torch.autograd or, at O1 and O2, of inputs",
         "gradients of another loss that zero_grad has not cleared",
     ),
     "A354": (
