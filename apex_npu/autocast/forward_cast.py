@@ -185,6 +185,11 @@ def _cached_weights_have_gradients() -> bool:
         return nn.functional.linear(weight, weight).requires_grad
 
 
+# What torch says of tensors that do not fit one another; of those of oneDNN's LSTM it says nothing else.
+_OF_DTYPES = re.compile(r"dtype|scalar type|type .*should be the same|could not create a primitive descriptor")
+_OF_INTEGERS = re.compile(r"\b(Long|Int|Short|Char|Byte|Bool|long|int|bool)\b")
+
+
 @dataclasses.dataclass(eq=False)
 class CastForward:
     """The replacement of ``model.forward``.
@@ -262,12 +267,15 @@ class CastForward:
             return call_marked(self.running, self._call_casting, args, kwargs)
         except RuntimeError as error:
             is_cast = self.input_dtype is not None  # else amp was shut down meanwhile
-            if is_cast and re.search(r"dtype|scalar type|type .*should be the same", str(error)):
-                self._check_dtypes(error)
+            if is_cast and _OF_DTYPES.search(str(error)):
+                self._explain_dtypes(error)
             raise
 
-    def _check_dtypes(self, error: RuntimeError) -> None:
-        """Raise, after ``error`` about dtypes, if a tensor of the model no longer has the dtype of its cast."""
+    def _explain_dtypes(self, error: RuntimeError) -> None:
+        """Raise, after ``error`` about dtypes, an error that says which tensors have another dtype.
+
+        They are the model's own, or else its code may make float32 ones. Errors about integers are the model's own.
+        """
         others = [
             f"{name} ({str(tensor.dtype).removeprefix('torch.')})"
             for prefix, module in self.model.named_modules()
@@ -286,6 +294,14 @@ class CastForward:
                 "that initialize reported as float32. Add modules before amp.initialize, or cast their inputs in "
                 "the model's code, also in forwards that use such buffers; for a float32 model call "
                 "amp.shutdown(), for a float32 copy amp.float32_copy()"
+            ) from error
+        if self.input_dtype in LOW_PRECISION and not _OF_INTEGERS.search(str(error)):
+            casts = "O1" if self.input_dtype == torch.float16 else "O4"
+            raise RuntimeError(
+                f"{error}\nThe model has been cast to {self.input_dtype} ({self.opt_level}), but tensors that its code "
+                "makes, such as torch.zeros(...) for an initial state, a mask, or a result of .float(), are float32. "
+                "Give them the dtype of the tensors that they meet, as in torch.zeros(..., dtype=x.dtype) or "
+                f"mask.to(x.dtype), or initialize at {casts!r}, which casts what each function takes"
             ) from error
 
     def _call_casting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -378,6 +378,71 @@ def test_a_model_that_is_not_in_the_dtype_it_was_cast_to_is_named(conversion, le
         assert CONVERSIONS[conversion](model, x).isfinite().all()
 
 
+class Recurrent(nn.Module):
+    """It makes its initial state itself, in the dtype of its input or as a beginner would."""
+
+    def __init__(self, cls, fits):
+        super().__init__()
+        self.rnn, self.fits = cls(4, 4, batch_first=True), fits
+
+    def forward(self, x):
+        state = torch.zeros(1, len(x), 4, device=x.device, dtype=x.dtype if self.fits else None)
+        return self.rnn(x, (state, state) if isinstance(self.rnn, nn.LSTM) else state)[0]
+
+
+class Masked(nn.Module):
+    def __init__(self, layer, fits):
+        super().__init__()
+        self.layer, self.fits = layer, fits
+
+    def forward(self, x):
+        mask = torch.ones(x.shape, device=x.device, dtype=x.dtype if self.fits else None)
+        return self.layer(x * mask)
+
+
+OWN_TENSORS = {
+    "lstm": lambda fits: Recurrent(nn.LSTM, fits),
+    "gru": lambda fits: Recurrent(nn.GRU, fits),
+    "linear": lambda fits: Masked(nn.Linear(4, 4), fits),
+    "conv": lambda fits: Masked(nn.Conv1d(3, 2, 1), fits),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("model", OWN_TENSORS)
+def test_a_float32_tensor_that_a_model_makes_is_explained_where_a_layer_refuses_it(model, level):
+    require("mixed_operands")
+    if level == "O4":
+        require("autocast_to_bfloat16")
+    x = torch.ones(2, 3, 4, device=DEVICE)
+    proposed = "O1" if level in ("O2", "O3") else "O4"
+    beginner = amp.initialize(OWN_TENSORS[model](False).to(DEVICE), opt_level=level, verbosity=0)
+    if level in ("O1", "O4"):
+        assert beginner(x).isfinite().all()
+    else:
+        with pytest.raises(
+            RuntimeError, match=rf"\nThe model has been cast to .*dtype=x.dtype.*initialize at '{proposed}'"
+        ):
+            beginner(x)
+        assert amp.initialize(OWN_TENSORS[model](True).to(DEVICE), opt_level=level, verbosity=0)(x).isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_error_about_integers_is_the_models_own(level):
+    class Embedding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(4, 4)
+
+        def forward(self, x):
+            return self.table(x)
+
+    model = amp.initialize(Embedding().to(DEVICE), opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, device=DEVICE))
+    assert "has been cast to" not in str(caught.value)
+
+
 def half(model):
     return model.half()
 
