@@ -42,7 +42,12 @@ def watch_clipping(undo: ExitStack, adopted: Collection[Any], warn_once: Callabl
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
         name, by_torch = original.__name__, labelled("amp.clip")(original)
 
-        def clip_list(listed: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        @disable_dynamo  # FakeTensor cannot hold a 16-bit parameter with a float32 gradient
+        def clip(parameters: Tensor | Iterable[Tensor] | Float32Loop, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(parameters, Float32Loop):
+                listed = parameters.params()  # only gradients are of interest
+            else:  # it may be a generator
+                listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             # ``foreach`` selects one of torch's implementations.
             asked = len(args) > 3 or kwargs.get("foreach") is not None
             clip_at_once = None if asked or name != "clip_grad_norm_" else _clip_of(adopted, listed)
@@ -51,16 +56,6 @@ def watch_clipping(undo: ExitStack, adopted: Collection[Any], warn_once: Callabl
                 return by_torch(listed, *args, **kwargs)
             kwargs.pop("foreach", None)
             return clip_at_once(*args, **kwargs)
-
-        @disable_dynamo  # FakeTensor cannot hold a 16-bit parameter with a float32 gradient
-        def clip_masters(masters: Float32Loop, *args: Any, **kwargs: Any) -> Any:
-            return clip_list(masters.params(), *args, **kwargs)  # only gradients are of interest
-
-        def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
-            if isinstance(parameters, Float32Loop):
-                return clip_masters(parameters, *args, **kwargs)
-            # It may be a generator.
-            return clip_list([parameters] if isinstance(parameters, Tensor) else list(parameters), *args, **kwargs)
 
         return clip
 

@@ -245,6 +245,8 @@ def test_scripted_modules_without_weights(level):
 USES = {
     "clip": lambda model, optimizer: optimizer.clip_optimizer_grad_norm_fused(0.01),
     "clip by torch": lambda model, optimizer: nn.utils.clip_grad_value_(amp.master_params(optimizer), 10.0),
+    "clip the model's": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    "clip some values": lambda model, optimizer: nn.utils.clip_grad_value_([model.weight], 0.001),
     "combined": lambda model, optimizer: [
         flat.mul_(0.5)
         for flat, mask in zip(
