@@ -369,14 +369,14 @@ class FusedOptimizer(CombinedAccessors, StateDicts):
             try:
                 end_failed_step(type(self).__name__, [run for run, _ in runs], begun, updated, error)
             finally:
-                self._shown.hide_unstepped(self, self._slots())
+                self._shown.hide_unstepped(self)
             raise
         finally:
             for grads in self._fused.shards:
                 grads.end_step()
             for memory in self._lending:
                 memory.let_go()
-        if self._shown.shows_new:
+        if self._shown.new:
             self._shown.remember(self, self._slots())
 
     def _updates(self, runs: list[tuple[Run, ParamGroup]]) -> list[tuple[int, Call]]:

@@ -46,7 +46,7 @@ class ShownState:
     Attributes:
         entries: The dicts, one for each parameter.
         views: Columns (dict, name, view), for one call that compares all of them in every step.
-        shows_new: State has been shown that ``remember`` has not recorded yet.
+        new: The slots whose state has been shown for a first step, and that ``remember`` has not recorded yet.
         tensors: The views that are tensors. A script may give them other memory, as by ``v.data = v.data.to(device)``.
         table: Their places.
     """
@@ -54,7 +54,7 @@ class ShownState:
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
         self.views: tuple[list[dict[str, Any]], list[str], list[Tensor]] = ([], [], [])
-        self.shows_new = False
+        self.new: list[StateSlot] = []
         self.tensors: list[Tensor] = []
         self.table = SlotTable([])
 
@@ -68,13 +68,15 @@ class ShownState:
         self.entries, self.views = [], ([], [], [])  # if memory runs out below, the next step copies again
         entries = [rule.state.get(slot.param, {}) for slot in slots]
         counts = [_count_of(rule, slot, entry) for slot, entry in zip(slots, entries, strict=True)]
-        stepped = [(slot, entry) for slot, entry, count in zip(slots, entries, counts, strict=True) if count]
-        values = _values_apart(rule, stepped)
+        rows = zip(slots, entries, counts, strict=True)
+        with_state = [(slot, entry) for slot, entry, count in rows if count or _has_state(slot, entry)]
+        values = _values_apart(rule, with_state)
         for slot, entry, count in zip(slots, entries, counts, strict=True):
             slot.fused.set_step(slot.position, count)
-            if not count and MASTER_PARAM in slot.names and entry.get(MASTER_PARAM) is not None:
+            is_new = not count and not _has_state(slot, entry)
+            if is_new and MASTER_PARAM in slot.names and entry.get(MASTER_PARAM) is not None:
                 _adopt_master(rule, slot, entry)
-        for slot, entry in stepped:
+        for slot, entry in with_state:
             for name in slot.names:
                 if entry.get(name) is None:
                     _reset(rule, slot, name)
@@ -85,24 +87,25 @@ class ShownState:
 
     def show_state(self, rule: Any, slot: StateSlot) -> None:
         """Show the state of a slot that is about to be stepped for the first time."""
-        is_new = slot.fused.runs.counts.is_new(slot.position)
+        entry = rule.state.get(slot.param, {})
+        missing = [name for name in slot.names if entry.get(name) is None]
+        # If none is missing, a script has set the count of existing state to 0.
+        is_new = slot.fused.runs.counts.is_new(slot.position) and (missing or not entry.keys() & {"step", _COUNT})
         if is_new:
-            has_master = rule.state.get(slot.param, {}).get(MASTER_PARAM) is not None
-            for name in slot.names:
-                if name != MASTER_PARAM or not has_master:
-                    _reset(rule, slot, name)
+            for name in missing:
+                _reset(rule, slot, name)
         slot.fused.use(slot.position)
         if is_new:
             _show(rule, slot)
-            self.shows_new = True
+            self.new.append(slot)
 
-    def hide_unstepped(self, rule: Any, slots: Iterable[StateSlot]) -> None:
+    def hide_unstepped(self, rule: Any) -> None:
         """Remove state that ``show_state`` has added, after a failed step.
 
         Otherwise a state dict would save it, and rules without a ``step`` would regard the parameter as stepped.
         Remainders of masters stay, because they existed before the step.
         """
-        for slot in slots:
+        for slot in self.new:
             entry = rule.state.get(slot.param)
             if entry and slot.fused.runs.counts.is_new(slot.position):
                 for name in {"step", _COUNT, *slot.names}.difference(slot.fused.own_states):
@@ -122,7 +125,7 @@ class ShownState:
             if (value := entry.get(name)) is not None
         ]
         views = ([entry for entry, _, _ in rows], [name for _, name, _ in rows], [view for _, _, view in rows])
-        self.entries, self.views, self.shows_new = entries, views, False
+        self.entries, self.views, self.new = entries, views, []
         self.tensors = [view for view in views[2] if type(view) is Tensor]
         self.table = SlotTable(self.tensors)
 
@@ -230,6 +233,11 @@ def _count_of(rule: Any, slot: StateSlot, entry: dict[str, Any]) -> float:
     if names or not slot.fused.counts_always:
         return float(entry.get(_COUNT, 1.0)) if has_state else 0.0
     return float(entry.get(_COUNT, 0.0))  # the count is the only state
+
+
+def _has_state(slot: StateSlot, entry: dict[str, Any]) -> bool:
+    """Return True if ``entry`` has state in addition to a master, which exists before the first step."""
+    return any(entry.get(name) is not None for name in slot.names if name != MASTER_PARAM)
 
 
 def _show(rule: Any, slot: StateSlot) -> None:

@@ -117,6 +117,74 @@ def test_encoded_state_that_is_given_to_other_parameters(state_dtype):
         torch.testing.assert_close(optimizer.state[p]["exp_avg"].dequantize(), expected, rtol=0.02, atol=0.0)
 
 
+def zeroed(optimizer):
+    for entry in optimizer.state.values():
+        entry["step"].zero_()
+
+
+def assigned(optimizer):
+    for entry in list(optimizer.state.values())[1:]:
+        entry["step"] = torch.zeros_like(entry["step"])
+
+
+def loaded(optimizer):
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    state_dict["state"][1]["step"].zero_()
+    optimizer.load_state_dict(state_dict)
+
+
+RESTARTS = [zeroed, assigned, loaded]
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name != "SGD"])  # torch.optim.SGD has no count
+@pytest.mark.parametrize("restart", RESTARTS)
+def test_counts_that_are_set_to_0_keep_the_moments(restart, name):
+    pair = make(name)
+    for optimizer, params in pair:
+        step(optimizer, params, 1.0)
+        step(optimizer, params, 0.5)
+        restart(optimizer)
+        for value in (-1.0, 0.5):
+            step(optimizer, params, value)
+    assert_same(*pair)
+
+
+@pytest.mark.parametrize("restart", RESTARTS)
+def test_counts_that_are_set_to_0_before_a_step_that_fails(restart):
+    pair = make("Adam")
+    for optimizer, params in pair:
+        step(optimizer, params, 1.0)
+        restart(optimizer)
+        optimizer.param_groups[0]["lr"] = "0.1"
+        with pytest.raises(TypeError):
+            step(optimizer, params, 0.5)
+        optimizer.param_groups[0]["lr"] = 0.1
+    optimizer, params = pair[1]
+    moments = [torch.full_like(p, 0.1 * (i + 1)) for i, p in enumerate(params)]
+    torch.testing.assert_close([optimizer.state[p]["exp_avg"] for p in params], moments)
+    step(optimizer, params, 0.0)
+    torch.testing.assert_close([optimizer.state[p]["exp_avg"] for p in params], [0.9 * m for m in moments])
+
+
+@pytest.mark.parametrize("restart", RESTARTS)
+@pytest.mark.parametrize(
+    "options", [{"state_dtype": "int8"}, {"store_param_remainders": True}, {"capturable": True}], ids=str
+)
+def test_counts_that_are_set_to_0_in_other_formats(options, restart):
+    if extension is None and "capturable" not in options:
+        pytest.skip("without the extension nothing is encoded")
+    params = [nn.Parameter(torch.ones(200, device=DEVICE, dtype=torch.bfloat16)) for _ in range(4)]
+    optimizer = optimizers.NpuFusedAdam(params, lr=0.1, **options)
+    step(optimizer, params, 1.0)
+    restart(optimizer)
+    step(optimizer, params, 0.0)
+    for entry in optimizer.state_dict()["state"].values():
+        assert entry["step"].item() in (1.0, 2.0)
+    for i, p in enumerate(params):
+        found = optimizer.state_dict()["state"][i]["exp_avg"]
+        torch.testing.assert_close(found, torch.full_like(p, 0.09 * (i + 1), dtype=torch.float32), rtol=0.02, atol=0.0)
+
+
 FORMATS = {
     "float32": {},
     "int8": {"state_dtype": "int8"},
