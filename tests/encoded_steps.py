@@ -7,13 +7,13 @@ Gradients overflow in some of them, and each has a learning rate of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from typing import Any
 
+import lockstep
 import pytest
 import torch
 from captures import Capture
-from devices import DEVICE
 from torch import Tensor, nn
 
 from apex_npu import optimizers
@@ -59,16 +59,9 @@ _SCALE = 4.0
 
 def make_params(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
     """Three, the last of them transposed in memory."""
-    generator = torch.Generator().manual_seed(seed)
-    made = [torch.randn(shape, generator=generator) for shape in [(37, 9), (5,), (64, 33)]]
-    made[2] = made[2].t()
-    return [nn.Parameter(t.to(dtype).to(DEVICE)) for t in made]
-
-
-def set_grads(params: Iterable[Tensor], seed: int, scale: float = 1.0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype).to(p.device)
+    made = lockstep.make_params([(37, 9), (5,), (64, 33)], dtype, seed)
+    made[2].data = made[2].data.t()
+    return made
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -80,9 +73,7 @@ class Training:
 
     def __init__(self, rule: str, form: str, device: torch.device, *, capturable: bool) -> None:
         dtype, formats = FORMATS[form]
-        generator = torch.Generator().manual_seed(0)
-        values = [torch.randn(shape, generator=generator) for shape in [(37, 9), (5,), (20, 33)]]
-        self.params = [nn.Parameter(value.to(dtype).to(device)) for value in values]
+        self.params = lockstep.make_params([(37, 9), (5,), (20, 33)], dtype, device=device)
         cls, options = RULES[rule]
         self.optimizer = cls(self.params, **options, **formats, capturable=capturable)
         if form.endswith("remainders"):

@@ -1,18 +1,38 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors that two implementations of one rule have brought forth, compared in the precision that each dtype allows."""
+"""Equal parameters and gradients for two implementations of one rule, compared in the precision of each dtype."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import repeat
 
 import torch
-from torch import Tensor
+from devices import DEVICE
+from torch import Tensor, nn
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 # Between two correct float64 computations of many steps.
 FLOAT64_TOLERANCE = 1e-12
+
+
+def make_params(
+    shapes: Iterable[Sequence[int]],
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: torch.device | str = DEVICE,
+) -> list[nn.Parameter]:
+    """Parameters of normal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes]
+
+
+def set_grads(params: Iterable[Tensor], seed: int, scale: float = 1.0, without: Container[int] = ()) -> None:
+    """New gradients of normal numbers times ``scale``; none for the numbers ``without``."""
+    generator = torch.Generator().manual_seed(seed)
+    for i, p in enumerate(params):
+        grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype).to(p.device)
+        p.grad = None if i in without else grad
 
 
 def spacing(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,11 +5,12 @@
 import gc
 import weakref
 
+import lockstep
 import numpy as np
 import pytest
 import torch
 from devices import needs_extension
-from lockstep import assert_equal_params
+from lockstep import assert_equal_params, set_grads
 from torch import nn
 
 from apex_npu import optimizers
@@ -29,14 +30,7 @@ def large_is_small(monkeypatch):
 
 
 def make_params(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-
-
-def set_grads(params, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator)
+    return lockstep.make_params(SHAPES, seed=seed, device="cpu")
 
 
 def test_which_stay():

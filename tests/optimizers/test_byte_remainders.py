@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICE
-from encoded_steps import ALL_RULES, make_params, params_of, set_grads
+from encoded_steps import ALL_RULES, make_params, params_of
+from lockstep import set_grads
 from small_programs import backward, step_on
 from torch import nn
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from captures import Capture
 from devices import DEVICE, SIMULATOR, needs_counts
-from lockstep import assert_equal_params
+from lockstep import assert_equal_params, make_params
 from optimizer_specs import SPECS
 from torch import nn
 
@@ -26,8 +26,7 @@ SHAPES = [(5, 7), (7,), (2, 3, 3, 3), (300,)]
 
 
 def params(device="cpu"):
-    generator = torch.Generator().manual_seed(1)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
+    return make_params(SHAPES, seed=1, device=device)
 
 
 def grads(seed):

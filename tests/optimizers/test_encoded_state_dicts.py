@@ -10,7 +10,8 @@ import io
 import pytest
 import torch
 from devices import DEVICE
-from encoded_steps import make_params, params_of, set_grads
+from encoded_steps import make_params, params_of
+from lockstep import set_grads
 from small_programs import backward
 from torch import nn
 

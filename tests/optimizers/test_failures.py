@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A step that fails leaves every run either as it was, its count included, or stepped."""
 
+import lockstep
 import pytest
 import torch
 from devices import DEVICE
-from lockstep import assert_equal_params, assert_equal_states
+from lockstep import assert_equal_params, assert_equal_states, set_grads
 from optimizer_specs import SPECS
-from torch import nn
 
 from apex_npu.fusion import flat_buffer
 from apex_npu.fusion.group_buffers import GroupBuffers
@@ -20,14 +20,7 @@ NO_MEMORY = RuntimeError if DEVICE.type == "cpu" else torch.OutOfMemoryError
 
 
 def make_params(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in [(4, 3), (), (5,)]]
-
-
-def set_grads(params, number):
-    generator = torch.Generator().manual_seed(number)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+    return lockstep.make_params([(4, 3), (), (5,)], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

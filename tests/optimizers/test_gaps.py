@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from devices import DEVICE
+from lockstep import set_grads
 from optimizer_specs import SPECS
 from small_programs import backward
 from torch import nn
@@ -30,13 +31,6 @@ def dense_copies(params):
     return [nn.Parameter(p.detach().clone().contiguous()) for p in params]
 
 
-def set_grads(step, *lists):
-    for params in lists:
-        generator = torch.Generator().manual_seed(step)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator).to(DEVICE)
-
-
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_they_are_refused_by_each_optimizer(spec):
     options = {"lr": 0.1, **spec.variants[0]}
@@ -56,7 +50,8 @@ def test_a_group_that_has_one_is_not_added(kind):
     others = dense_copies([*params, replaced])
     reference = torch.optim.Adam(others, lr=0.1)
     for step in range(2):
-        set_grads(step, [*params, replaced], others)
+        set_grads([*params, replaced], step)
+        set_grads(others, step)
         optimizer.step()
         reference.step()
     for p, q in zip([*params, replaced], others, strict=True):
@@ -70,11 +65,11 @@ def test_one_that_becomes_one_later_is_refused_by_the_step(how):
     if how == "unfrozen":
         second = nn.Parameter(wide[:, :2], requires_grad=False)
     optimizer = NpuFusedSGD([first, second], lr=0.5)
-    set_grads(0, [first])
+    set_grads([first], 0)
     optimizer.step()
     second.requires_grad_(True)
     second.data = wide[:, :2]
-    set_grads(1, [first, second])
+    set_grads([first, second], 1)
     before = [p.detach().clone() for p in (first, second)]
     for _ in range(2):
         with pytest.raises(ValueError, match=r"parameter 1 of shape \(4, 2\) and strides \(3, 1\)"):
@@ -91,7 +86,7 @@ def test_one_without_elements_has_no_gaps():
     empty, param = nn.Parameter(torch.ones(0, 4, device=DEVICE)[:, ::2]), nn.Parameter(torch.ones(3, device=DEVICE))
     assert empty.stride() == (4, 2)
     optimizer = NpuFusedSGD([empty, param], lr=0.5)
-    set_grads(0, [empty, param])
+    set_grads([empty, param], 0)
     optimizer.step()
     torch.testing.assert_close(param.detach(), 1 - 0.5 * param.grad)
 
@@ -111,7 +106,8 @@ def test_frozen_ones_may_have_gaps(case):
     (other,) = dense_copies(params[1:])
     reference = torch.optim.Adam([other], lr=0.1)
     for step in (0, 2):
-        set_grads(step, params[1:], [other])
+        set_grads(params[1:], step)
+        set_grads([other], step)
         optimizer.step()
         reference.step()
     torch.testing.assert_close(params[1], other)

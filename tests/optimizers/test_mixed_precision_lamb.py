@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 
+import lockstep
 import pytest
 import reference_optimizers as reference
 import torch
@@ -20,15 +21,12 @@ LOW = [torch.float16, torch.bfloat16]
 low = pytest.mark.parametrize("dtype", LOW, ids=str)
 
 
-def make_params(dtype, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
+def make_params(dtype):
+    return lockstep.make_params(SHAPES, dtype)
 
 
 def set_grads(params, seed, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = (torch.randn(p.shape, generator=generator) * 0.125 * scale).to(DEVICE, p.dtype)
+    lockstep.set_grads(params, seed, 0.125 * scale)
 
 
 def train(optimizer, params, seeds):

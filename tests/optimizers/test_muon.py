@@ -10,6 +10,7 @@ import inspect
 import io
 import math
 
+import lockstep
 import pytest
 import reference_optimizers as reference
 import torch
@@ -47,15 +48,12 @@ BFLOAT16 = 0.03
 
 
 def params(shapes=SHAPES, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
+    return lockstep.make_params(shapes, dtype, seed)
 
 
 def give(step, *lists):
     for given in lists:
-        generator = torch.Generator().manual_seed(100 + step)
-        for p in given:
-            p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+        lockstep.set_grads(given, 100 + step)
 
 
 @pytest.fixture

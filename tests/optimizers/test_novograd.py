@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from devices import DEVICE
-from lockstep import assert_equal_params
+from lockstep import assert_equal_params, set_grads
 from reference_optimizers import NvidiaNovoGrad
 from torch import nn
 
@@ -29,10 +29,7 @@ def make_params():
 
 
 def step(params, optimizer, number):
-    generator = torch.Generator().manual_seed(number)
-    for i, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
-        p.grad = None if i == UNUSED else grad
+    set_grads(params, number, without=[UNUSED])
     optimizer.step()
 
 

@@ -4,9 +4,11 @@
 
 import copy
 
+import lockstep
 import pytest
 import torch
 from devices import DEVICE
+from lockstep import set_grads
 from small_programs import backward
 from torch import nn
 
@@ -19,15 +21,8 @@ LOW = [torch.float16, torch.bfloat16]
 MASTERED = ["step", "exp_avg", "exp_avg_sq", "master_param"]
 
 
-def make_params(dtype, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
-
-
-def set_grads(params, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(DEVICE, p.dtype)
+def make_params(dtype):
+    return lockstep.make_params(SHAPES, dtype)
 
 
 def train(params, optimizer, seeds):
@@ -81,9 +76,7 @@ def test_weights_that_a_script_sets_become_masters(dtype):
         set_weights()
         start = [p.detach().float() for p in model]
         before = [m.clone() for m in masters_of(optimizer, model)]
-        set_grads(model, 4)
-        for p in model:
-            p.grad.zero_()
+        set_grads(model, 4, scale=0.0)
         for group in optimizer.param_groups:
             group["lr"] = 0.0  # so that only what the step begins from is seen
         optimizer.step()
@@ -176,9 +169,7 @@ def test_gradients_that_are_scaled_are_divided_in_the_step():
     for scale in (1.0, 1024.0):
         params = make_params(torch.float16)
         optimizer = FusedAdam(params, lr=0.01, eps=1e-3, master_weights=True)
-        set_grads(params, 0)
-        for p in params:
-            p.grad.mul_(scale)
+        set_grads(params, 0, scale)
         optimizer.grad_scale = torch.full((1,), scale, device=DEVICE)
         optimizer.step()
         ends.append(masters_of(optimizer, params))

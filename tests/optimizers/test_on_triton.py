@@ -8,7 +8,7 @@ import sys
 import encoded_steps
 import pytest
 import torch
-from lockstep import assert_equal_params
+from lockstep import assert_equal_params, make_params
 from optimizer_specs import SPECS
 from small_programs import initialize
 from triton_interpreter import INTERPRETED, mend
@@ -67,9 +67,7 @@ def quick(spec, is_quick):
 
 
 def params():
-    generator = torch.Generator().manual_seed(1)
-    shapes = [(5, 7), (7,), (1,), (6, 3, 3, 3), (2, 2500)]
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    return make_params([(5, 7), (7,), (1,), (6, 3, 3, 3), (2, 2500)], seed=1, device="cpu")
 
 
 @pytest.mark.parametrize(

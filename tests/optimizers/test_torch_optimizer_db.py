@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from lockstep import make_params
 from torch import nn
 
 from apex_npu import optimizers
@@ -32,16 +33,11 @@ def info(request, common_optimizers):
     return next(info for info in common_optimizers.optim_db if info.optim_cls is request.param)
 
 
-def make_params():
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(4, 5), (3,), ()]]
-
-
 def test_inputs(info):
     for config in info.optim_inputs_func(device="cpu"):
         if IMPLEMENTATION_ARGUMENTS & config.kwargs.keys():
             continue
-        sets = make_params(), make_params()
+        sets = [make_params([(4, 5), (3,), ()], device="cpu") for _ in range(2)]
         kwargs = {"lr": 0.01, **config.kwargs}
         pair = OURS[info.optim_cls](sets[0], **kwargs), info.optim_cls(sets[1], **kwargs)
         for step in range(5):

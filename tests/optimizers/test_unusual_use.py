@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from devices import DEVICE, needs, needs_extension
-from lockstep import assert_equal_params
+from lockstep import assert_equal_params, make_params, set_grads
 from optimizer_specs import SPECS
 from torch import nn
 
@@ -30,8 +30,7 @@ def scenario(run):
     def test(spec):
         options, ends = OPTIONS.get(spec.reference.__name__, {}), []
         for cls in (spec.cls, spec.reference):
-            generator = torch.Generator().manual_seed(0)
-            params = [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for shape in SHAPES]
+            params = make_params(SHAPES)
             more = run(lambda p, cls=cls, **changes: cls(p, **{**options, **changes}), params)
             ends.append([*params, *(more or ())])
         assert_equal_params(*ends, 2e-6, floor=0.5)  # sums of numbers that large
@@ -41,9 +40,7 @@ def scenario(run):
 
 def step(params, optimizer, numbers):
     for number in numbers:
-        generator = torch.Generator().manual_seed(number)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator).to(p.device)
+        set_grads(params, number)
         optimizer.step()
 
 
@@ -252,14 +249,12 @@ def test_another_default_device(spec):
     """What an optimizer makes for itself is where its parameters are, or on the host."""
     ends = []
     for default in (torch.device("meta"), DEVICE):
-        generator = torch.Generator().manual_seed(0)
-        params = [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for shape in SHAPES]
-        grads = [torch.randn(shape, generator=generator).to(DEVICE) for shape in SHAPES]
+        params, grads = make_params(SHAPES), make_params(SHAPES, seed=1)
         with default:
             optimizer = spec.cls(params, **spec.variants[0])
             for _ in range(3):
                 for p, g in zip(params, grads, strict=True):
-                    p.grad = g.clone()
+                    p.grad = g.detach().clone()
                 optimizer.step()
         ends.append(params)
     for p, q in zip(*ends, strict=True):
