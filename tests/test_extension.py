@@ -22,10 +22,7 @@ def note(tmp_path, monkeypatch):
 
 def test_built_for_another_torch(note):
     note.write_text("1.0.0\n")
-    with pytest.warns(
-        RuntimeWarning,
-        match=r"torch 1\.0\.0.*rebuild",
-    ):
+    with pytest.warns(RuntimeWarning, match=r"torch 1\.0\.0.*rebuild"):
         assert _extension.load(note) is None
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from devices import DEVICE, START_SCRIPT, needs, needs_extension
 from lockstep import assert_equal_params, assert_equal_states
 from optimizer_specs import SPECS
+from small_programs import initialize
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -31,11 +32,7 @@ pytestmark = needs_extension
 SHAPES = [(4, 6), (), (0,), (1,), (9,), (5, 3)]
 RULES = {f"{spec} {i}": (spec, options) for spec in SPECS for i, options in enumerate(spec.variants)}
 LEVELS = ["O0", "O1", "O2", "O4", "O5"]
-KINDS = {
-    "fused": {},
-    "folded": {"fuse_unscale": True},
-    "combine_grad": {"combine_grad": True},
-}
+KINDS = {"fused": {}, "folded": {"fuse_unscale": True}, "combine_grad": {"combine_grad": True}}
 NAMED = {
     "sgd_": optimizers.NpuFusedSGD,
     "adam_": optimizers.NpuFusedAdam,
@@ -77,30 +74,15 @@ def train_rule(name, loaded=None):
     return {"params": [p.detach().clone() for p in params], "optimizer": optimizer.state_dict()}
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm, self.last = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
-
-    def forward(self, x):
-        return self.last(self.norm(torch.tanh(self.first(x))))
-
-
 def train_level(level, kind):
     """Steps of which one is skipped, with clipping; a checkpoint is loaded half way."""
 
     def start():
-        model = Net().to(DEVICE)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 1)).to(DEVICE)
         optimizer = optimizers.NpuFusedAdam(model.parameters(), lr=1e-2)
-        options = {
-            "opt_level": level,
-            "loss_scale": "dynamic",
-            "dynamic_init_scale": 2.0**7,
-            **KINDS[kind],
-            "verbosity": 0,
-        }
-        return amp.initialize(model, optimizer, **options)
+        options = {"loss_scale": "dynamic", "dynamic_init_scale": 2.0**7, **KINDS[kind]}
+        return initialize(model, optimizer, level, **options)
 
     model, optimizer = start()
     for i in range(6):
@@ -139,7 +121,7 @@ def refusals():
 
     def initialized(cls=optimizers.NpuFusedSGD, **options):
         model = nn.Linear(2, 2).to(DEVICE)
-        return amp.initialize(model, cls(model.parameters(), lr=0.1), opt_level="O2", verbosity=0, **options)[1]
+        return initialize(model, cls(model.parameters(), lr=0.1), loss_scale=None, **options)[1]
 
     names = ["optimizer_combined_params", "optimizer_combined_grads", "optimizer_combined_grad_masks"]
     names += ["model_combined_params"]

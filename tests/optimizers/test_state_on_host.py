@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import warnings
 
 import pytest
 import torch
 from devices import DEVICE, SIMULATOR, VENDOR, needs_counts
 from optimizer_specs import SPECS
-from small_programs import backward, initialize
+from small_programs import backward, initialize, saved_and_loaded
 from torch import nn
 
 from apex_npu import amp, optimizers
@@ -157,36 +156,14 @@ def test_state_dicts_move_between_host_and_device(options):
     """From the host to the CPU, from there to a new optimizer on the host: as if nothing had moved."""
     pair = Pair(lr=1e-2, **options)
     pair.step(0, 1)
-    state = pickle.loads(pickle.dumps(pair.optimizer.state_dict()))
-    pair.twin.load_state_dict(state)
+    pair.twin.load_state_dict(saved_and_loaded(pair.optimizer.state_dict()))
     pair.optimizer = optimizers.NpuFusedAdamW(pair.params, state_device="cpu", lr=1e-2, **options)
     pair.optimizer.load_state_dict(pair.twin.state_dict())
     pair.step(2, 3)
     pair.check()
 
 
-def test_torchs_state_dict_loads_and_its_optimizer_loads_ours():
-    pair = Pair(lr=1e-2)
-    theirs = torch.optim.AdamW(pair.twins, lr=1e-2)
-    give(pair.twins, 0)
-    theirs.step()
-    with torch.no_grad():
-        for p, q in zip(pair.params, pair.twins, strict=True):
-            p.copy_(q)
-    pair.optimizer.load_state_dict(theirs.state_dict())
-    for step in (1, 2):
-        give(pair.params, step)
-        give(pair.twins, step)
-        pair.optimizer.step()
-        theirs.step()
-    for p, q in zip(pair.params, pair.twins, strict=True):
-        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-6, atol=1e-7)
-    theirs.load_state_dict(pair.optimizer.state_dict())
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))], ids=["copy", "pickle"]
-)
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
 def test_copies_continue(copied):
     pair = Pair(lr=1e-2)
     pair.step(0, 1)
@@ -287,7 +264,7 @@ def test_amp_clips_and_resumes(fold):
     amp.shutdown()
     first = begin()
     assert train(*first, range(6)) == norms[:6]
-    saved = pickle.loads(pickle.dumps([first[0].state_dict(), first[1].state_dict(), amp.state_dict()]))
+    saved = saved_and_loaded([first[0].state_dict(), first[1].state_dict(), amp.state_dict()])
     amp.shutdown()
     model, optimizer = begin()
     model.load_state_dict(saved[0])

@@ -116,31 +116,21 @@ def targets(*shape):
     return torch.arange(torch.Size(shape).numel()).view(shape) % 3
 
 
-@pytest.mark.parametrize(
-    ("function", "shape", "index"),
-    [
-        (nn.functional.cross_entropy, (4, 5, 3), (4, 3)),
-        (nn.functional.nll_loss, (4, 5), (4,)),
-        (lambda x, i: nn.functional.cross_entropy(x, i, label_smoothing=0.1, ignore_index=1), (4, 5), (4,)),
-        (lambda x, i: x.gather(1, i), (4, 5), (4, 2)),
-        (lambda x, i: torch.zeros(4, 5, device=x.device).scatter(1, i, x), (4, 2), (4, 2)),
-        (lambda x, i: torch.zeros(4, 5, device=x.device).scatter_add(1, i, x), (4, 2), (4, 2)),
-        (lambda x, i: x.index_select(1, i), (4, 5), (3,)),
-        (lambda x, i: x[i], (4, 5), (3,)),
-        (lambda x, i: nn.functional.embedding(i, x), (4, 5), (2, 3)),
-    ],
-    ids=[
-        "cross_entropy 2d",
-        "nll_loss",
-        "label_smoothing",
-        "gather",
-        "scatter",
-        "scatter_add",
-        "index_select",
-        "index",
-        "embedding",
-    ],
-)
+INDEXED = {
+    "cross_entropy 2d": (nn.functional.cross_entropy, (4, 5, 3), (4, 3)),
+    "nll_loss": (nn.functional.nll_loss, (4, 5), (4,)),
+    "label_smoothing": (
+        lambda x, i: nn.functional.cross_entropy(x, i, label_smoothing=0.1, ignore_index=1), (4, 5), (4,)),
+    "gather": (lambda x, i: x.gather(1, i), (4, 5), (4, 2)),
+    "scatter": (lambda x, i: torch.zeros(4, 5, device=x.device).scatter(1, i, x), (4, 2), (4, 2)),
+    "scatter_add": (lambda x, i: torch.zeros(4, 5, device=x.device).scatter_add(1, i, x), (4, 2), (4, 2)),
+    "index_select": (lambda x, i: x.index_select(1, i), (4, 5), (3,)),
+    "index": (lambda x, i: x[i], (4, 5), (3,)),
+    "embedding": (lambda x, i: nn.functional.embedding(i, x), (4, 5), (2, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "shape", "index"), INDEXED.values(), ids=INDEXED)
 def test_indices_in_int32(function, shape, index):
     x, indices = rand(*shape), targets(*index)
     found = evaluate(function, "npu", x, indices.int())

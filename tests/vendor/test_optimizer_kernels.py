@@ -7,9 +7,11 @@ import logging
 import os
 
 import host_cann
+import lockstep
 import pytest
 import torch
 from devices import needs
+from lockstep import set_grads
 
 from apex_npu.ops import adam_, npu, reference
 from apex_npu.optimizers import (
@@ -40,16 +42,8 @@ def forgotten():
     npu.works.cache_clear()
 
 
-def make_params(device, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
-
-
-def set_grads(params, seed, absent=()):
-    generator = torch.Generator().manual_seed(seed)
-    for i, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=generator).to(p)
-        p.grad = None if i in absent else grad
+def make_params(device):
+    return lockstep.make_params(SHAPES, device=device)
 
 
 def counted_step(cls, absent=(), **options):
@@ -57,7 +51,7 @@ def counted_step(cls, absent=(), **options):
     params = make_params(DEVICE)
     optimizer = cls(params, lr=0.01, **options)
     for seed in range(2):
-        set_grads(params, seed, absent)
+        set_grads(params, seed, without=absent)
         with host_cann.count() as counted:
             optimizer.step()
     return counted
@@ -253,8 +247,8 @@ def test_sgd_like_torchs(options):
     there, here = make_params(DEVICE), make_params("cpu")
     optimizer, expected = NpuFusedSGD(there, lr=0.1, **options), torch.optim.SGD(here, lr=0.1, **options)
     for seed in range(5):
-        set_grads(there, seed, absent=(1,) if seed == 2 else ())
-        set_grads(here, seed, absent=(1,) if seed == 2 else ())
+        for params in (there, here):
+            set_grads(params, seed, without=[1] if seed == 2 else [])
         optimizer.step()
         expected.step()
     for a, b in zip(there, here, strict=True):
