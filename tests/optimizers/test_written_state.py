@@ -209,12 +209,12 @@ def test_an_optimizer_that_is_dropped_is_freed_at_once(cls, options, dtype):
         for _ in range(2):
             param.grad = torch.ones_like(param)
             optimizer.step()
-        return weakref.ref(param)
+        return weakref.ref(param), weakref.ref(optimizer)
 
     used()  # torch keeps the first optimizer of a class in a cycle
     gc.collect()
     gc.disable()
     try:
-        assert used()() is None
+        assert [ref() for ref in used()] == [None, None]
     finally:
         gc.enable()
