@@ -5,15 +5,13 @@
 Run in several processes; the arguments are names of functions here.
 """
 
-import contextlib
-import shutil
-import tempfile
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import average, backward, data, local_grads, loss_on, main, mlp, step_on
+from common import average, backward, data, folder_of_all, local_grads, loss_on, main, mlp, step_on
 from devices import DEVICE
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -70,16 +68,6 @@ def ddp_without_extension():
         amp.shutdown()
 
 
-@contextlib.contextmanager
-def common_folder():
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder, 0)
-    yield folder[0]
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
-
-
 class Training:
     """A model wrapped in DistributedDataParallel after amp.initialize; ``state`` is what is saved of all."""
 
@@ -132,31 +120,30 @@ class Training:
 
 def checkpoints_beside_ddp():
     """Training resumes bit for bit in new objects, with states keyed by numbers and by names."""
-    for kind, options in (
+    kinds = (
         (optimizers.NpuFusedAdam, {"lr": 0.01}),
         (optimizers.NpuFusedSGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
         (torch.optim.AdamW, {"lr": 0.01}),
-    ):
-        for level in ("O1", "O2"):
-            for by_names in (False, True):
-                with common_folder() as folder:
-                    training = Training(level, kind, options)
-                    training.run(range(4))
-                    training.save(folder, by_names)
-                    training.run(range(4, 7))
-                    expected, expected_scales = training.values()
-                    amp.shutdown()
-                    training = Training(level, kind, {**options, "lr": 0.5}, factor=2.0)
-                    training.load(folder, by_names)
-                    training.run(range(4, 7))
-                    found, scales = training.values()
-                    amp.shutdown()
-                assert scales == expected_scales
-                assert len(found) == len(expected) > 0
-                for value, same in zip(found, expected, strict=True):
-                    assert value.dtype == same.dtype
-                    assert torch.equal(value, same)
-                    assert value.isfinite().all()
+    )
+    for (kind, options), level, by_names in itertools.product(kinds, ("O1", "O2"), (False, True)):
+        folder = folder_of_all()
+        training = Training(level, kind, options)
+        training.run(range(4))
+        training.save(folder, by_names)
+        training.run(range(4, 7))
+        expected, expected_scales = training.values()
+        amp.shutdown()
+        training = Training(level, kind, {**options, "lr": 0.5}, factor=2.0)
+        training.load(folder, by_names)
+        training.run(range(4, 7))
+        found, scales = training.values()
+        amp.shutdown()
+        assert scales == expected_scales
+        assert len(found) == len(expected) > 0
+        for value, same in zip(found, expected, strict=True):
+            assert value.dtype == same.dtype
+            assert torch.equal(value, same)
+            assert value.isfinite().all()
 
 
 def state_of(model, optimizer):

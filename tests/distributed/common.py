@@ -4,7 +4,10 @@
 
 import copy
 import functools
+import os
 import sys
+import tempfile
+from pathlib import Path
 
 import processes
 import torch
@@ -66,6 +69,13 @@ def assert_equal_on_all(tensors):
         first = t.clone()
         dist.broadcast(first, 0)
         assert torch.equal(first, t)
+
+
+def folder_of_all():
+    """One on disk, the same on all processes, which is deleted with that of the store."""
+    folder = [tempfile.mkdtemp(dir=Path(os.environ["STORE"]).parent) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, 0)
+    return folder[0]
 
 
 def use_small_buckets():

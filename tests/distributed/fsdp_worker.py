@@ -11,9 +11,7 @@ import gc
 import itertools
 import math
 import os
-import shutil
 import signal
-import tempfile
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import backward, data, loss_on, main, mlp, step_on
+from common import backward, data, folder_of_all, loss_on, main, mlp, step_on
 from devices import DEVICE, memory_of
 from sharded_worker import IN_PLACE, Uneven, assert_same, whole
 from torch import nn
@@ -916,16 +914,17 @@ def bad_input():
         amp.shutdown()
 
 
-def folder_of_all():
-    """One on disk, the same on all processes."""
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder, 0)
-    return folder[0]
-
-
 def all_used(level, mesh=None):
     """dcp wants all that it is to load, and what is not trained has no state."""
     model = sharded(level, mesh=mesh)
+    model.unused.requires_grad_(False)
+    return model
+
+
+def whole_model():
+    """Likewise, of one process by itself, with other values."""
+    torch.manual_seed(1)
+    model = Uneven().to(DEVICE)
     model.unused.requires_grad_(False)
     return model
 
@@ -994,9 +993,7 @@ def checkpoints(saved=SAVED):
                 assert (p in other.state) == q.requires_grad
 
         # One process for itself: fp32 masters beside a model in low precision.
-        torch.manual_seed(1)
-        alone = Uneven().to(DEVICE)
-        alone.unused.requires_grad_(False)
+        alone = whole_model()
         alone, other = start(alone, kind(alone.parameters(), lr=0.5), level, **scale)
         load(folder, alone, other)
         assert losses_of(alone, other, range(3, 8), 0) == pytest.approx(goes_on, rel=1e-3, abs=1e-3)
@@ -1012,10 +1009,6 @@ def checkpoints(saved=SAVED):
         load(back, again, other)
         assert losses_of(again, other, range(8, 10), 0) == pytest.approx(expected, rel=1e-3, abs=1e-3)
         amp.shutdown()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder)
-            shutil.rmtree(back)
 
 
 def resumed_on_other_meshes(begin, steps, **near):
@@ -1042,15 +1035,9 @@ def resumed_on_other_meshes(begin, steps, **near):
         losses = losses_of(again, other, steps, 0)
         assert losses == (goes_on if mesh is None else pytest.approx(goes_on, **near))
         amp.shutdown()
-    torch.manual_seed(1)
-    alone = Uneven().to(DEVICE)
-    alone.unused.requires_grad_(False)
-    alone, other = begin(alone)
+    alone, other = begin(whole_model())
     load(folder, alone, other)
     assert losses_of(alone, other, steps, 0) == pytest.approx(goes_on, **near)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder)
     return alone, other
 
 
@@ -1070,9 +1057,6 @@ def checkpoints_of_fewer():
     again, other = begin(all_used("O5"))
     load(back, again, other)
     assert losses_of(again, other, range(13, 15), 0) == pytest.approx(goes_on, rel=1e-3, abs=1e-3)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(back)
 
 
 def nvidias_distributed_optimizers():

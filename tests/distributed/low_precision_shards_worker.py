@@ -6,14 +6,13 @@ Run in several processes; the arguments are names of functions here.
 """
 
 import copy
-import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import backward, data, loss_on, main, mlp
-from fsdp_worker import RULES, folder_of_all, mesh_of_all, on_last_rank, start
+from common import backward, data, folder_of_all, loss_on, main, mlp
+from fsdp_worker import RULES, Twin, mesh_of_all, on_last_rank, start
 from sharded_worker import whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -43,18 +42,18 @@ def sharded(dtype=torch.bfloat16, reduce_dtype=torch.float32):
     return model
 
 
-class Float32Twin:
-    """Whole float32 copies of the parameters, stepped with the model's gradients by an optimizer of float32."""
+class Float32Twin(Twin):
+    """Of float32 copies."""
 
     def __init__(self, model, kind, options):
-        self._model = list(model.parameters())
-        self.params = [nn.Parameter(whole(p.detach()).float()) for p in self._model]
-        self._optimizer = kind(self.params, **options)
+        super().__init__(model, kind, options)
+        for q in self.params:
+            q.data = q.data.float()
 
     def step(self, factor=1.0):
         for p, q in zip(self._model, self.params, strict=True):
             q.grad = whole(p.grad).float() * factor
-        self._optimizer.step()
+        self.optimizer.step()
 
     def check(self, optimizer, **tolerance):
         """Compare the float32 values that the state dict has, and that the model has them rounded."""
@@ -71,9 +70,11 @@ def made(kind=optimizers.NpuFusedAdamW, options=None, kept=True, **of_model):
     return model, kind(model.parameters(), store_param_remainders=kept, **(options or {"lr": 1e-3}))
 
 
-def train(model, optimizer, steps):
+def train(model, optimizer, steps, twin=None):
     for step in steps:
         loss_on(data(step, 0, dist.get_rank()).to(torch.bfloat16))(model).backward()
+        if twin is not None:
+            twin.step()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -85,11 +86,7 @@ def rules_without_amp():
         for reduce_dtype in (torch.float32, torch.bfloat16):
             model, optimizer = made(kind, options, reduce_dtype=reduce_dtype)
             twin = Float32Twin(model, kind, options)
-            for step in range(4):
-                loss_on(data(step, 0, dist.get_rank()).to(torch.bfloat16))(model).backward()
-                twin.step()
-                optimizer.step()
-                optimizer.zero_grad()
+            train(model, optimizer, range(4), twin)
             twin.check(optimizer, **({"rtol": 1e-5, "atol": 1e-6} if kind in NORMS else EXACT))
 
 
@@ -97,11 +94,7 @@ def remainders_of_8_bits():
     """Each step rounds by less than 2⁻¹⁵ of a value."""
     model, optimizer = made(kept="int8")
     twin = Float32Twin(model, optimizers.NpuFusedAdamW, {"lr": 1e-3})
-    for step in range(4):
-        loss_on(data(step, 0, dist.get_rank()).to(torch.bfloat16))(model).backward()
-        twin.step()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, range(4), twin)
     twin.check(optimizer, rtol=4 * 2.0**-15, atol=1e-4)
     with pytest.raises(ValueError, match=r"state_dict\(encoded=True\): 'master_param' .*DTensor"):
         optimizer.state_dict(encoded=True)
@@ -111,11 +104,7 @@ def torchs_rule():
     """The same by torch.optim.AdamW in float32, of plain copies."""
     model, optimizer = made(options={"lr": 1e-4, "weight_decay": 0.1})
     twin = Float32Twin(model, torch.optim.AdamW, {"lr": 1e-4, "weight_decay": 0.1})
-    for step in range(20):
-        loss_on(data(step, 0, dist.get_rank()).to(torch.bfloat16))(model).backward()
-        twin.step()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, range(20), twin)
     twin.check(optimizer, rtol=1e-6, atol=1e-7)
 
 
@@ -153,12 +142,12 @@ def under_amp():
 
 
 def checkpoints():
-    """Resume bit for bit by torch.distributed.checkpoint; whole states go to one process and back."""
     for kept in (True, "int8"):
-        _checkpoints(kept)
+        resume(kept)
 
 
-def _checkpoints(kept):
+def resume(kept):
+    """Bit for bit by torch.distributed.checkpoint; whole states go to one process and back."""
     folder = folder_of_all()
     model, optimizer = made(kept=kept)
     train(model, optimizer, range(3))
@@ -178,14 +167,11 @@ def _checkpoints(kept):
         else:
             everything = [entire]
             dist.broadcast_object_list(everything, 0)  # the others have none of it
-            options = StateDictOptions(full_state_dict=True)
-            set_optimizer_state_dict(resumed, other, everything[0], options=options)
+            set_optimizer_state_dict(resumed, other, everything[0], options=full)
         train(resumed, other, range(3, 6))
         for i, entry in other.state_dict()["state"].items():
             for name, value in entry.items():
                 assert torch.equal(whole(value), whole(expected[i][name])), (way, i, name)
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder)
 
 
 def refusals():

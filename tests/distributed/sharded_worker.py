@@ -8,15 +8,13 @@ Run in several processes; the arguments are names of functions here.
 import copy
 import gc
 import math
-import shutil
-import tempfile
 from operator import is_
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import data, loss_on, main, mlp
+from common import data, folder_of_all, loss_on, main, mlp
 from devices import DEVICE
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -308,13 +306,12 @@ def tied_parameters():
 
 def checkpoints():
     for ours, theirs, options in RULES[:3]:
-        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(folder, 0)
+        folder = folder_of_all()
         model = all_used()
         optimizer = ours(model.parameters(), **options)
         train(model, optimizer, range(3))
         state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
-        dcp.save(state, checkpoint_id=folder[0])
+        dcp.save(state, checkpoint_id=folder)
         full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
         grads = train(model, optimizer, range(3, 6))
         # Both continue alike: the fused optimizer bit for bit, torch's on the same gradients.
@@ -322,7 +319,7 @@ def checkpoints():
             twin = all_used()
             other = kind(twin.parameters(), **{**options, "lr": 0.5})
             state = {"model": get_model_state_dict(twin), "optim": get_optimizer_state_dict(twin, other)}
-            dcp.load(state, checkpoint_id=folder[0])
+            dcp.load(state, checkpoint_id=folder)
             set_model_state_dict(twin, state["model"])
             set_optimizer_state_dict(twin, other, state["optim"])
             train(twin, other, range(3, 6), given)
@@ -334,9 +331,6 @@ def checkpoints():
         for p in twin.parameters():
             for value in other.state.get(p, {}).values():
                 assert isinstance(value, DTensor) or not value.dim()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder[0])
 
 
 def plain_state_dicts():
