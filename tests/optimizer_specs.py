@@ -380,10 +380,7 @@ MATRIX = [
         kwargs,
         dtype,
         id=f"{name}-{str(dtype).removeprefix('torch.')}",
-        marks=[
-            *needs_dtype(dtype),
-            *([] if _is_quick(spec, kwargs, dtype) else [pytest.mark.sweep]),
-        ],
+        marks=[*needs_dtype(dtype), *([] if _is_quick(spec, kwargs, dtype) else [pytest.mark.sweep])],
     )
     for dtype in DTYPES
     for (spec, kwargs), name in zip(CASES, CASE_IDS, strict=True)

@@ -41,11 +41,7 @@ def start(
     command = [sys.executable, "-W", "ignore", str(worker), *checks]
     return [
         subprocess.Popen(
-            command,
-            env={**common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            command, env={**common, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         for rank in range(processes)
     ]

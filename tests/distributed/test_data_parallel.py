@@ -66,11 +66,7 @@ def test_two_processes():
 
 @pytest.mark.slow
 def test_distributed_data_parallel_and_distributed_checkpoints_work():
-    run(
-        "beside",
-        "ddp_around_the_model",
-        "checkpoints_beside_ddp",
-    )
+    run("beside", "ddp_around_the_model", "checkpoints_beside_ddp")
 
 
 # Most parameters divide by two, and hardly one by three.
@@ -210,10 +206,7 @@ KILLED = pytest.mark.sweep if VENDOR else [] if DEVICE.type == "npu" else pytest
 
 @pytest.mark.parametrize(
     ("fault", "patience"),
-    [
-        pytest.param("killed", processes.HANG_TIMEOUT, marks=KILLED),
-        pytest.param("stalled", 20, marks=AGAIN),
-    ],
+    [pytest.param("killed", processes.HANG_TIMEOUT, marks=KILLED), pytest.param("stalled", 20, marks=AGAIN)],
     ids=["killed", "stalled"],
 )
 def test_a_process_that_is_lost_is_an_error_that_says_how_far_each_got(fault, patience, tmp_path):
@@ -258,12 +251,7 @@ def test_all_levels_optimizers_and_accumulations_are_those_of_one_process():
 # Of three, averages are rounded; of four, sums are made in more than one round.
 MORE_PROCESSES = {
     3: ("training.same_as_ddp",),
-    4: (
-        "training.levels",
-        "backward.gradients_are_averages",
-        "backward.recorded_order",
-        "backward.accumulation",
-    ),
+    4: ("training.levels", "backward.gradients_are_averages", "backward.recorded_order", "backward.accumulation"),
 }
 
 

@@ -10,10 +10,7 @@ import processes
 import pytest
 import torch.distributed as dist
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")]
 
 WORKER = Path(__file__).with_name("low_precision_shards_worker.py")
 

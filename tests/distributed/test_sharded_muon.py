@@ -51,8 +51,7 @@ def test_matrices_of_dtensors_are_stepped_whole(count, checks):
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo notices a killed process by its connections")
 @pytest.mark.parametrize(
-    ("signal", "patience"),
-    [("SIGKILL", processes.HANG_TIMEOUT), pytest.param("SIGSTOP", 20, marks=pytest.mark.sweep)],
+    ("signal", "patience"), [("SIGKILL", processes.HANG_TIMEOUT), pytest.param("SIGSTOP", 20, marks=pytest.mark.sweep)]
 )
 def test_a_process_that_is_lost_in_an_exchange_is_an_error_on_all_others(signal, patience, tmp_path):
     options = {"SIGNAL": signal, "PATIENCE": str(patience)}

@@ -23,11 +23,7 @@ def give(params, value):
         p.grad = torch.full_like(p, value)
 
 
-ALIASES = {
-    "itself": lambda grad: grad,
-    "a view": lambda grad: grad.view(-1),
-    "all of its rows": lambda grad: grad[:],
-}
+ALIASES = {"itself": lambda grad: grad, "a view": lambda grad: grad.view(-1), "all of its rows": lambda grad: grad[:]}
 
 
 @pytest.mark.parametrize("alias", ALIASES)

@@ -136,14 +136,7 @@ def counted(monkeypatch):
 
 
 FORMATS = [[torch.bfloat16], [torch.int8], [torch.bfloat16, torch.float32, torch.int8]]
-PARAM_FORMATS = [
-    None,
-    "remainder",
-    "float16 remainder",
-    "int8 remainder",
-    "float16 int8 remainder",
-    "stochastic",
-]
+PARAM_FORMATS = [None, "remainder", "float16 remainder", "int8 remainder", "float16 int8 remainder", "stochastic"]
 PLACES = [ALIGNED, ANYWHERE]
 COMBINED = list(itertools.product(FORMATS, PARAM_FORMATS, PLACES))
 

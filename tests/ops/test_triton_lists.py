@@ -222,10 +222,15 @@ def test_an_empty_slot_may_begin_where_another_does():
     assert segmented.norm.kernels["cuda"](operand).item() == 8.0
 
 
-def test_addresses_that_a_device_has_are_not_sent_again(monkeypatch):
-    sent = []
-    number_on = grad_lists.number_on
-    monkeypatch.setattr(grad_lists, "number_on", lambda *args: sent.append(1) or number_on(*args))
+@pytest.fixture
+def sent(monkeypatch):
+    """As many items as tables that have been sent."""
+    found, number_on = [], grad_lists.number_on
+    monkeypatch.setattr(grad_lists, "number_on", lambda *args: found.append(1) or number_on(*args))
+    return found
+
+
+def test_addresses_that_a_device_has_are_not_sent_again(sent):
     tables, host = grad_lists.SentTables(), torch.zeros(3, dtype=torch.int64)
     for numbers, sends in [([1, 2, 3], 1), ([1, 2, 4], 1), ([1, 2, 3], 0), ([5, 6, 7], 1), ([1, 2, 4], 0)]:
         before = len(sent)
@@ -242,30 +247,34 @@ def test_addresses_that_a_device_has_are_not_sent_again(monkeypatch):
     assert len(tables._sent) < 8  # others are forgotten
 
 
-def test_gradients_in_turn_at_two_places_are_sent_once(monkeypatch):
-    sent = []
-    number_on = grad_lists.number_on
-    monkeypatch.setattr(grad_lists, "number_on", lambda *args: sent.append(1) or number_on(*args))
+def slots_in_use():
+    """Parameters, what lists their gradients as they are then, and the slots whose addresses it keeps."""
     offsets, total = offsets_of(NUMELS)
     params = [torch.zeros(numel, device=DEVICE) for numel in NUMELS]
     slots = extension.GradSlots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
     listed_slots = grad_lists.ListedSlots(offsets, NUMELS)
+
+    def operand():
+        found = slots.grad_list(params, 0, total, True)
+        listed_slots.add_addresses(found)
+        return found
+
+    return params, operand, listed_slots
+
+
+def test_gradients_in_turn_at_two_places_are_sent_once(sent):
+    params, operand, _ = slots_in_use()
     places = [[torch.full_like(p, value) for p in params] for value in (1.0, 2.0)]
     for turn in range(6):
         for p, grad in zip(params, places[turn % 2], strict=True):
             p.grad = grad
-        operand = slots.grad_list(params, 0, total, True)
-        listed_slots.add_addresses(operand)
-        norm = segmented.norm.kernels["cuda"](operand)
+        norm = segmented.norm.kernels["cuda"](operand())
         assert norm.item() == pytest.approx((1 + turn % 2) * math.sqrt(sum(NUMELS)))
     assert len(sent) == 2
 
 
 def test_what_was_planned_for_slots_takes_other_gradients_flags_and_factors():
-    offsets, total = offsets_of(NUMELS)
-    params = [torch.zeros(numel, device=DEVICE) for numel in NUMELS]
-    slots = extension.GradSlots([torch.empty_like(p, device="meta") for p in params], offsets, THERE)
-    listed_slots = grad_lists.ListedSlots(offsets, NUMELS)
+    params, list_gradients, listed_slots = slots_in_use()
     factors = [0.5, torch.full((), 3.0, device=DEVICE), 1.0, 0.25, torch.full((), 2.0, device=DEVICE), 1.0]
     for turn, factor in enumerate(factors + factors):
         bad = turn == 8
@@ -273,8 +282,7 @@ def test_what_was_planned_for_slots_takes_other_gradients_flags_and_factors():
             p.grad = torch.full_like(p, turn + 1.0)
         if bad:
             params[2].grad[-1] = math.inf
-        operand = slots.grad_list(params, 0, total, True)
-        listed_slots.add_addresses(operand)
+        operand = list_gradients()
         found_inf = None if turn in (3, 6) or isinstance(factor, torch.Tensor) else torch.zeros(1, device=DEVICE)
         assert cuda.run("scale_listed", operand, factor, found_inf)
         assert found_inf is None or bool(found_inf) is bad

@@ -433,11 +433,6 @@ def test_a_step_at_a_learning_rate_of_zero_moves_no_weight(spec, capturable):
             assert all(map(torch.equal, params, before)), kwargs
 
 
-def test_dtypes_that_cannot_be_fused():
-    with pytest.raises(TypeError, match=r"parameter 1 of shape \(3,\) is torch.complex64"):
-        NpuFusedAdam([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_frozen_parameter_with_a_gradient_counts_as_torchs_do(late):
     """torch steps it; what cannot be fused is named, rather than passed over."""

@@ -40,8 +40,7 @@ def test_groups_step_like_optimizers_of_their_own(cls, options):
 
 
 @pytest.mark.parametrize(
-    "cls",
-    [optimizers.NpuFusedSGD, optimizers.NpuFusedAdam, optimizers.NpuFusedRMSprop, optimizers.NpuFusedLamb],
+    "cls", [optimizers.NpuFusedSGD, optimizers.NpuFusedAdam, optimizers.NpuFusedRMSprop, optimizers.NpuFusedLamb]
 )
 def test_a_wrong_number_in_one_group_changes_no_group(cls):
     params = [nn.Parameter(torch.ones(4, device=DEVICE)) for _ in range(2)]

@@ -289,10 +289,7 @@ FORMATS = [
     pytest.param(torch.float32, {"state_dtype": torch.bfloat16}, id="bfloat16", marks=pytest.mark.sweep),
     pytest.param(torch.float32, {"state_dtype": "int8"}, id="int8"),
     pytest.param(
-        torch.bfloat16,
-        {"state_dtype": "int8", "stochastic_rounding": True},
-        id="stochastic",
-        marks=pytest.mark.sweep,
+        torch.bfloat16, {"state_dtype": "int8", "stochastic_rounding": True}, id="stochastic", marks=pytest.mark.sweep
     ),
 ]
 

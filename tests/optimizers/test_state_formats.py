@@ -978,8 +978,7 @@ def test_code_that_is_no_rule_cannot_read_encoded_states():
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [({}, 8), ({"state_dtype": torch.bfloat16}, 4), ({"state_dtype": "int8"}, 2 + 2 * 4 / 128)],
+    ("options", "expected"), [({}, 8), ({"state_dtype": torch.bfloat16}, 4), ({"state_dtype": "int8"}, 2 + 2 * 4 / 128)]
 )
 def test_states_take_their_bytes(options, expected):
     param = nn.Parameter(torch.zeros(1 << 20, dtype=torch.bfloat16, device=DEVICE))

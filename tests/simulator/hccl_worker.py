@@ -92,10 +92,7 @@ def collectives(rank: int, size: int) -> None:
         dist.recv(received, src=0)
         equal(received, ramp(7))
     requests = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, ramp(rank).npu(), (rank + 1) % size),
-            dist.P2POp(dist.irecv, mine, (rank - 1) % size),
-        ]
+        [dist.P2POp(dist.isend, ramp(rank).npu(), (rank + 1) % size), dist.P2POp(dist.irecv, mine, (rank - 1) % size)]
     )
     for request in requests:
         request.wait()

@@ -24,10 +24,7 @@ def test_refused_before_anything_moves(cls):
     places = [p.data_ptr() for p in model.parameters()]
     with (
         host_cann.count() as counted,
-        pytest.raises(
-            TypeError,
-            match=rf"{cls.__name__}: parameter 0 .* torch.float64 on npu:0",
-        ),
+        pytest.raises(TypeError, match=rf"{cls.__name__}: parameter 0 .* torch.float64 on npu:0"),
     ):
         cls(model.parameters(), lr=0.1)
     assert counted.launches == counted.syncs == 0

@@ -69,10 +69,36 @@ def check(function: Callable[..., Any], inputs: tuple[Tensor, ...], dtype: torch
 
 
 UNARY = [
-    "abs", "neg", "sqrt:positive", "rsqrt:positive", "exp", "expm1", "log:positive", "log1p:positive",
-    "log2:positive", "log10:positive", "sin", "cos", "tanh", "sigmoid", "relu", "reciprocal:positive", "square",
-    "floor", "ceil", "round", "trunc", "sign", "erf", "atan", "sinh", "cosh", "isfinite", "isnan", "logical_not",
-]  # fmt: skip
+    "abs",
+    "neg",
+    "sqrt:positive",
+    "rsqrt:positive",
+    "exp",
+    "expm1",
+    "log:positive",
+    "log1p:positive",
+    "log2:positive",
+    "log10:positive",
+    "sin",
+    "cos",
+    "tanh",
+    "sigmoid",
+    "relu",
+    "reciprocal:positive",
+    "square",
+    "floor",
+    "ceil",
+    "round",
+    "trunc",
+    "sign",
+    "erf",
+    "atan",
+    "sinh",
+    "cosh",
+    "isfinite",
+    "isnan",
+    "logical_not",
+]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -83,9 +109,22 @@ def test_unary(npu: torch.device, name: str, dtype: torch.dtype) -> None:
 
 
 BINARY = [
-    "add", "sub", "mul", "div", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "atan2", "fmod",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "maximum",
+    "minimum",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "atan2",
+    "fmod",
     "remainder",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
