@@ -1,12 +1,13 @@
 # Copyright (c) 2026, the apex_npu authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Golden cases: ``cases/NAME.txt`` has a program, what it becomes, and the report, separated by lines of "=====".
+"""Golden cases: ``cases/NAME.txt`` has a program, the diff of what it becomes, and the report, with "=====" between.
 
 ``PYTHONPATH=tests python -m migrate.golden`` writes the last two parts again; read the diff.
 """
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from apex_npu.migrate import Options, plan, rewrite
@@ -33,12 +34,21 @@ def options_of(program: str) -> Options:
     )
 
 
+def before_and_after(case: Path) -> tuple[str, str]:
+    """The program of a case, and what it becomes now."""
+    before = parts(case)[0]
+    after = rewrite(before, "t.py", options_of(before)).source
+    assert isinstance(after, str)
+    return before, after
+
+
 def expected(case: Path) -> list[str]:
     """The parts of a case as they are now."""
-    before = parts(case)[0]
-    rewritten = rewrite(before, "t.py", options_of(before))
-    assert isinstance(rewritten.source, str)
-    return [before, rewritten.source, "".join(f"{line}\n" for line in reports.lines(rewritten.findings))]
+    before, after = before_and_after(case)
+    lines = (text.splitlines(keepends=True) for text in (before, after))
+    diff = list(difflib.unified_diff(*lines, n=0))[2:]  # without the names of files
+    findings = rewrite(before, "t.py", options_of(before)).findings
+    return [before, "".join(diff), "".join(f"{line}\n" for line in reports.lines(findings))]
 
 
 def planned(folder: Path, files: dict[str, str], *arguments, **options):

@@ -123,7 +123,7 @@ def test_changes_of_several_lines(tmp_path, style, options):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
 def test_a_cell_becomes_what_a_file_becomes(tmp_path, case):
-    before, after, _ = golden.parts(case)
+    before, after = golden.before_and_after(case)
     path = tmp_path / "n.ipynb"
     path.write_text(notebook([("code", before.splitlines(keepends=True))]), encoding="utf-8")
     made = plan([path], golden.options_of(before))
