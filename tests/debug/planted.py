@@ -26,9 +26,9 @@ class Fault:
         name: Also of the marked line.
         model: Makes the model.
         loss: Takes the model, gives the loss; of several losses a list.
-        kind, phase, module, operator: What is expected; with levels as keys where they differ.
+        kind, operator, phase, module: What is expected; with levels as keys where they differ.
         tensor: Likewise, of what was not finite already.
-        options: Of ``amp.initialize``.
+        scale: The first loss scale, instead of the usual one.
         levels: At which there is this fault.
         backwards: How often each loss is computed, and its backward called, in its block.
         plant: What is done to the model once it is initialized.
@@ -39,11 +39,11 @@ class Fault:
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Any]
     kind: str
-    phase: str
-    module: Any
     operator: Any
+    phase: str = "forward"
+    module: Any = ""
     tensor: str | None = None
-    options: dict[str, Any] = field(default_factory=lambda: {"loss_scale": "dynamic"})
+    scale: float | None = None
     levels: tuple[str, ...] = ("O1", "O2", "O3")
     backwards: int = 1
     plant: Callable[[nn.Module], None] = lambda model: None
@@ -91,15 +91,30 @@ def mean_of_ones(model):
     return model(batch(4, 8, value=1.0)).float().square().mean()
 
 
-class Root(nn.Module):
-    def __init__(self) -> None:
+class Body(nn.Module):
+    """A linear layer, and what ``run`` makes of its result, which is ``value`` where inputs are 1."""
+
+    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor], value: float | None = None) -> None:
         super().__init__()
-        self.proj = nn.Linear(8, 8, bias=False)
-        nn.init.zeros_(self.proj.weight)
+        self.fc, self.run = nn.Linear(8, 8), run
+        if value is not None:
+            nn.init.constant_(self.fc.weight, value / 8)
+            nn.init.zeros_(self.fc.bias)
 
     def forward(self, x):
-        h = self.proj(x)
-        return (h * h).sum(-1).sqrt()  # fault: root
+        return self.run(self.fc(x))
+
+
+def body(run, value=None):
+    return lambda: Body(run, value)
+
+
+def mean_over(*shape):
+    return lambda model: model(batch(*shape)).float().mean()
+
+
+def root(h):
+    return (h * h).sum(-1).sqrt()  # fault: root
 
 
 def log_of_softmax(model):
@@ -138,8 +153,7 @@ class Convolution(nn.Module):
 
 
 def inf_in_bias(model):
-    with torch.no_grad():
-        model.conv.bias[1] = math.inf
+    model.conv.bias[1] = math.inf
 
 
 class Plain(nn.Module):
@@ -160,13 +174,8 @@ def nan_in_batch(model):
     return model(model.batch).float().mean()  # fault: batch
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.fc(x).float()  # fault: scale
+def widened(h):
+    return h.float()  # fault: scale
 
 
 def mean_of_scaled(model):
@@ -209,13 +218,8 @@ class Steep(torch.autograd.Function):
         return grad * 1e7  # fault: function
 
 
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return Steep.apply(self.fc(x))
+def sum_of(model):
+    return model(batch(4, 8)).float().sum()
 
 
 class Frozen(nn.Module):
@@ -241,71 +245,24 @@ def product(model):
     return (large * large).mean()  # fault: product
 
 
-HALF = {"O1": "aten::mul", "O2": "aten::mul", "O3": "aten::mul"}
+OF_BIAS = {"O1": "aten::_to_copy", "O2": "aten::convolution", "O3": "aten::convolution"}
+AT_O1 = {"O1": "fc", "O2": "", "O3": ""}  # casts its input there
+WITH_BIAS = {"tensor": "conv.bias", "plant": inf_in_bias}
+WITH_BATCH = {"tensor": "argument 0 of Plain", "plant": load_batch, "module": AT_O1, "marks": {"O1": "plain"}}
 FAULTS = [
-    Fault("squared", Squared, mean_of_ones, "overflow", "forward", "", HALF),
-    Fault("root", Root, lambda m: m(batch(4, 8)).float().mean(), "math", "backward", "", "aten::div"),
-    Fault("log", far_logits, log_of_softmax, "math", "forward", None, "aten::log"),
-    Fault("mask", Attention, lambda m: m(batch(2, 3, 8)).float().mean(), "overflow", "forward", "gain", "aten::addmm"),
-    Fault(
-        "bias",
-        Convolution,
-        lambda m: m(batch(2, 2, 5, 5)).float().mean(),
-        "weights",
-        "forward",
-        "conv",
-        {"O1": "aten::_to_copy", "O2": "aten::convolution", "O3": "aten::convolution"},
-        tensor="conv.bias",
-        plant=inf_in_bias,
-    ),
-    Fault(
-        "batch",
-        Plain,
-        nan_in_batch,
-        "data",
-        "forward",
-        {"O1": "fc", "O2": "", "O3": ""},
-        "aten::_to_copy",
-        tensor="argument 0 of Plain",
-        plant=load_batch,
-        marks={"O1": "plain"},
-    ),
-    Fault(
-        "scale",
-        Scaled,
-        mean_of_scaled,
-        "scale",
-        "backward",
-        "",
-        "aten::_to_copy",
-        options={"loss_scale": "dynamic", "dynamic_init_scale": 2.0**24},
-    ),
-    Fault(
-        "sum",
-        One,
-        steep,
-        "accumulation",
-        "backward",
-        "",
-        "aten::add_",
-        options={"loss_scale": "dynamic", "dynamic_init_scale": 1.0},
-        levels=("O2", "O3"),
-        backwards=2,
-    ),
-    Fault("checkpoint", Checkpointed, mean_of_ones, "overflow", "forward", "", HALF),
-    Fault(
-        "function",
-        Custom,
-        lambda m: m(batch(4, 8)).float().sum(),
-        "gradient",
-        "backward",
-        "",
-        "aten::mul",
-        options={"loss_scale": "dynamic", "dynamic_init_scale": 4.0},
-    ),
-    Fault("frozen", Frozen, mean_of_ones, "overflow", "forward", "", HALF),
-    Fault("second", Plain, two_losses, "math", "forward", None, "aten::log", options={"loss_scale": "dynamic"}),
-    Fault("product", Plain, product, "overflow", "forward", None, "aten::mul"),
+    Fault("squared", Squared, mean_of_ones, "overflow", "aten::mul"),
+    Fault("root", body(root, 0.0), mean_over(4, 8), "math", "aten::div", "backward"),
+    Fault("log", far_logits, log_of_softmax, "math", "aten::log", module=None),
+    Fault("mask", Attention, mean_over(2, 3, 8), "overflow", "aten::addmm", module="gain"),
+    Fault("bias", Convolution, mean_over(2, 2, 5, 5), "weights", OF_BIAS, module="conv", **WITH_BIAS),
+    Fault("batch", Plain, nan_in_batch, "data", "aten::_to_copy", **WITH_BATCH),
+    Fault("scale", body(widened), mean_of_scaled, "scale", "aten::_to_copy", "backward", scale=2.0**24),
+    Fault("sum", One, steep, "accumulation", "aten::add_", "backward", scale=1.0, levels=("O2", "O3"), backwards=2),
+    Fault("checkpoint", Checkpointed, mean_of_ones, "overflow", "aten::mul"),
+    Fault("function", body(Steep.apply), sum_of, "gradient", "aten::mul", "backward", scale=4.0),
+    Fault("frozen", Frozen, mean_of_ones, "overflow", "aten::mul"),
+    Fault("second", Plain, two_losses, "math", "aten::log", module=None),
+    Fault("product", Plain, product, "overflow", "aten::mul", module=None),
 ]
 
 
@@ -315,8 +272,9 @@ def set_up(fault: Fault, level: str, optimizer: Callable[..., Any], **options: A
     trained = [p for p in model.parameters() if p.requires_grad]
     losses = 2 if fault.name == "second" else 1
     made = optimizer(trained, lr=0.0)
+    options = {**({} if fault.scale is None else {"dynamic_init_scale": fault.scale}), **options}
     model, made = amp.initialize(
-        model, made, opt_level=level, verbosity=0, num_losses=losses, **{**fault.options, **options}
+        model, made, opt_level=level, loss_scale="dynamic", verbosity=0, num_losses=losses, **options
     )
     with torch.no_grad():
         fault.plant(model)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 
 import torch
-from debug.planted import Fault, batch, marked_lines
+from debug.planted import AT_O1, Fault, batch, body, marked_lines, mean_over
 from devices import DEVICE, VENDOR
 from torch import nn
 from torch.nn import functional as F
@@ -16,20 +16,6 @@ MARKED = marked_lines(__file__)
 # cuDNN's takes float32 weights.
 _OF_GPUS = {"O1": "aten::cudnn_batch_norm", "O2": "aten::cudnn_batch_norm", "O3": "aten::native_batch_norm"}
 BATCH_NORM = _OF_GPUS if DEVICE.type == "cuda" else "aten::native_batch_norm"
-
-
-class Body(nn.Module):
-    """A linear layer, and what ``run`` makes of its result, which is 0 or 1 where weights are."""
-
-    def __init__(self, run, value: float | None = None, width: int = 8) -> None:
-        super().__init__()
-        self.fc, self.run = nn.Linear(8, width), run
-        if value is not None:
-            nn.init.constant_(self.fc.weight, value / 8)
-            nn.init.zeros_(self.fc.bias)
-
-    def forward(self, x):
-        return self.run(self.fc(x))
 
 
 def mean_of(model):
@@ -55,12 +41,8 @@ class Evaluated(nn.Module):
         return self.bn(self.conv(x))  # fault: buffer
 
 
-def spoil(name, index, value):
-    def plant(model):
-        with torch.no_grad():
-            model.get_submodule(name.rpartition(".")[0]).__getattr__(name.rpartition(".")[2])[index] = value
-
-    return plant
+def spoil_average(model):
+    model.bn.running_mean[1] = math.nan
 
 
 def times_inf(h):
@@ -127,55 +109,20 @@ def all_masked(h):
     return h.masked_fill(mask, -math.inf).softmax(-1)  # fault: all masked
 
 
-LOSS_ONLY = {"loss_scale": "dynamic", "dynamic_init_scale": 4.0}
-
-
-def body(run, value=None, width=8):
-    return lambda: Body(run, value, width)
-
-
-HALF = ("O2", "O3")
 PRODUCT = "aten::matmul" if VENDOR else "aten::bmm"  # torch_npu's matmul is one operator
+TARGET = {"tensor": "a tensor given from outside", "plant": load_target}
+AVERAGE = {"module": "bn", "tensor": "bn.running_mean", "plant": spoil_average}
+CAST = {"module": AT_O1, "plant": load_large, "marks": {"O1": "inner cast"}}
 FAULTS = [
-    Fault(
-        "target",
-        body(lambda h: h),
-        to_target,
-        "data",
-        "forward",
-        None,
-        "aten::mse_loss",
-        tensor="a tensor given from outside",
-        plant=load_target,
-    ),
-    Fault(
-        "buffer",
-        Evaluated,
-        lambda m: m(batch(2, 1, 5, 5)).float().mean(),
-        "weights",
-        "forward",
-        "bn",
-        BATCH_NORM,
-        tensor="bn.running_mean",
-        plant=spoil("bn.running_mean", 1, math.nan),
-    ),
-    Fault("gain", body(times_inf, 1.0), mean_of, "constant", "forward", "", "aten::mul"),
-    Fault("normalize", body(normalized, 0.0), mean_of, "math", "forward", "", "aten::div"),
-    Fault("angle", body(angle, 1.0), mean_of, "math", "backward", "", "aten::rsqrt"),
-    Fault("logits", body(unscaled_attention, 200.0), mean_of, "overflow", "forward", "", PRODUCT),
-    Fault(
-        "cast",
-        Large,
-        mean_of_large,
-        "overflow",
-        "forward",
-        {"O1": "fc", "O2": "", "O3": ""},
-        "aten::_to_copy",
-        plant=load_large,
-        marks={"O1": "inner cast"},
-    ),
-    Fault("hook", body(with_hook), mean_of, "gradient", "backward", "fc", "aten::mul", options=LOSS_ONLY),
-    Fault("shared", Twice, mean_of, "overflow", "forward", "a=b", "aten::addmm"),
-    Fault("criterion", body(lambda h: h), by_criterion, "math", "forward", "(Inverse)", "aten::reciprocal"),
-    Fault("all masked", body(all_masked), mean_of, "constant", "forward", "", "aten::masked_fill"),
+    Fault("target", body(lambda h: h), to_target, "data", "aten::mse_loss", module=None, **TARGET),
+    Fault("buffer", Evaluated, mean_over(2, 1, 5, 5), "weights", BATCH_NORM, **AVERAGE),
+    Fault("gain", body(times_inf, 1.0), mean_of, "constant", "aten::mul"),
+    Fault("normalize", body(normalized, 0.0), mean_of, "math", "aten::div"),
+    Fault("angle", body(angle, 1.0), mean_of, "math", "aten::rsqrt", "backward"),
+    Fault("logits", body(unscaled_attention, 200.0), mean_of, "overflow", PRODUCT),
+    Fault("cast", Large, mean_of_large, "overflow", "aten::_to_copy", **CAST),
+    Fault("hook", body(with_hook), mean_of, "gradient", "aten::mul", "backward", "fc", scale=4.0),
+    Fault("shared", Twice, mean_of, "overflow", "aten::addmm", module="a=b"),
+    Fault("criterion", body(lambda h: h), by_criterion, "math", "aten::reciprocal", module="(Inverse)"),
+    Fault("all masked", body(all_masked), mean_of, "constant", "aten::masked_fill"),
 ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed
 from debug import healthy, planted
-from debug.planted_more import Body
+from debug.planted import Body
 from debug.test_watching import iterate, set_up
 from devices import DEVICE, needs
 from small_programs import backward
