@@ -21,7 +21,7 @@ from apex_npu.debug.watching.operators import Execution, operator_of
 MARKED = planted.marked_lines(__file__)
 
 
-def watched(model, optimizer, block):
+def watched(model, optimizer, block=lambda model, scaled_loss: scaled_loss.backward()):
     """What is found where ``block`` takes the model and the scaled loss."""
     with amp.debug.find_overflow(model) as found:
         optimizer.zero_grad()
@@ -53,19 +53,13 @@ def test_gradients_that_the_block_changes(level, options):
 @needs("inf")
 def test_gradients_that_are_there_before():
     model, optimizer = small("O1")
-
-    def block(model, scaled_loss):
-        scaled_loss.backward()
-
     for p in model.parameters():
         p.grad = torch.full_like(p, math.inf)
     with amp.debug.find_overflow(model) as found:
-        with amp.scale_loss(model(planted.batch(4, 8, value=1.0)).float().mean(), optimizer) as scaled_loss:
-            block(model, scaled_loss)
+        backward(model(planted.batch(4, 8, value=1.0)).float().mean(), optimizer)
         optimizer.step()
     (cause,) = found.causes
-    assert cause.kind == "stale"
-    assert cause.operator == "aten::add_"
+    assert (cause.kind, cause.operator) == ("stale", "aten::add_")
 
 
 @torch.library.custom_op("apex_npu_tests::steep", mutates_args=())
@@ -78,7 +72,7 @@ def steep(x: torch.Tensor) -> torch.Tensor:
 @needs("inf")
 def test_an_operator_without_float64():
     steep.register_autograd(lambda ctx, grad: grad)
-    found = watched(*small("O2", run=lambda h: steep(h)), lambda model, scaled_loss: scaled_loss.backward())
+    found = watched(*small("O2", run=lambda h: steep(h)))
     (cause,) = found.causes
     assert (cause.kind, cause.operator) == ("unknown", "apex_npu_tests::steep")
     assert "no kernel for float64" in cause.why
@@ -199,7 +193,7 @@ def test_another_process():
             torch.distributed.all_reduce(h.detach())
             return torch.log(h - 1) if h.requires_grad else h  # fault: after the collective
 
-        found = watched(*small("O1", run=of_another), lambda model, scaled_loss: scaled_loss.backward())
+        found = watched(*small("O1", run=of_another))
         (cause,) = found.causes
         # What this process has sent is what it has received: the collective is not at fault.
         assert (cause.kind, cause.line) == ("math", MARKED["after the collective"])
@@ -216,7 +210,7 @@ def test_views_and_operators_in_place():
         part.mul_(300.0)  # fault: in place
         return h
 
-    found = watched(*small("O2", run=run), lambda model, scaled_loss: scaled_loss.backward())
+    found = watched(*small("O2", run=run))
     (cause,) = found.causes
     assert (cause.kind, cause.operator, cause.line) == ("overflow", "aten::mul_", MARKED["in place"])
     assert cause.true_value == 300.0 * 300.0
@@ -234,7 +228,7 @@ def test_an_operand_that_there_is_no_memory_to_copy(monkeypatch):
         return h * 300 * 300  # fault: after it
 
     monkeypatch.setattr(stream, "kept", kept)
-    found = watched(*small("O2", run=run), lambda model, scaled_loss: scaled_loss.backward())
+    found = watched(*small("O2", run=run))
     (cause,) = found.causes
     assert (cause.kind, cause.operator, cause.line) == ("overflow", "aten::mul", MARKED["after it"])
     assert found.reports[0].not_measured == {"aten::mul_: out of memory": 1}
@@ -247,7 +241,7 @@ def test_inf_that_is_absorbed_is_no_cause():
         largest = torch.maximum(scores, torch.zeros_like(scores))
         return largest + h * 300 * 300  # fault: beside
 
-    found = watched(*small("O2", run=run), lambda model, scaled_loss: scaled_loss.backward())
+    found = watched(*small("O2", run=run))
     (cause,) = found.causes
     assert (cause.kind, cause.line) == ("overflow", MARKED["beside"])
 
@@ -289,7 +283,7 @@ def test_what_the_table_advises_ends_the_skips(level):
 
     def skipped(run):
         model, optimizer = small(level, run=run, value=300.0, dynamic_init_scale=0.5)
-        found = watched(model, optimizer, lambda model, scaled_loss: scaled_loss.backward())
+        found = watched(model, optimizer)
         skipped = amp.last_step(optimizer).skipped
         amp.shutdown()
         return skipped, found
@@ -337,7 +331,7 @@ def test_a_result_that_no_dtype_holds_is_not_for_a_wider_one(exponent, wider):
         return torch.exp(h * 0 + exponent)  # the largest bfloat16 is exp(88.7)
 
     model, optimizer = small("O2", exp)
-    found = watched(model, optimizer, lambda model, scaled_loss: scaled_loss.backward())
+    found = watched(model, optimizer)
     (cause,) = found.causes
     assert (cause.kind, cause.operator, cause.dtype) == ("overflow", "aten::exp", "float16")
     assert cause.true_value == pytest.approx(math.exp(exponent), rel=0.1)
@@ -352,7 +346,7 @@ def test_a_gradient_that_no_dtype_holds_is_not_for_a_wider_one(factor, wider):
         h.register_hook(lambda grad: grad * factor)
         return h * 1.0
 
-    found = watched(*small("O2", run), lambda model, scaled_loss: scaled_loss.backward())
+    found = watched(*small("O2", run))
     (cause,) = found.causes
     assert (cause.kind, cause.operator, cause.dtype) == ("gradient", "aten::mul", "float16")
     assert ("float32" in cause.advice, "bfloat16" in cause.advice) == (wider, wider)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import io
+import itertools
 import math
 import pickle
 import random
@@ -175,6 +176,17 @@ class Squares(nn.Module):
         return squares(self.fc(x))
 
 
+def changed(change):
+    """A model whose nth forward, those of replays included, gets ``change(n, x)``."""
+    calls = itertools.count(1)  # not of the model, whose attributes are as they were in a replay
+
+    class Changed(Squares):
+        def forward(self, x):
+            return super().forward(change(next(calls), x))
+
+    return Changed
+
+
 class Encoder(Squares):
     """A model of which a script calls a part."""
 
@@ -309,35 +321,24 @@ def skipped(model, optimizer, batch):
     assert amp.last_step(optimizer).skipped
 
 
-def test_what_is_not_run_again():
-    calls = []
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda n, x: x * (1000.0 if n == 1 else 1.0), "its gradients are finite"),
+        (lambda n, x: x.mul_(1000.0), "could not be run again: tensor 0 of its arguments, of shape [2, 8]"),
+        (lambda n, x: x[:n] * 1000.0, "could not be run again"),
+    ],
+)
+def test_what_is_not_the_same_is_not_run_again(change, reason):
+    model, optimizer = set_up(changed(change), "O0")
+    with amp.debug.find_overflow(model, replay=True) as found:
+        skipped(model, optimizer, good_batch() * 1e17)
+    assert reason in note_of(found), str(found)
+    assert not found.causes
+    assert "no cause was found" in str(found)
 
-    class Hidden(Squares):
-        def forward(self, x):
-            calls.append(len(calls))
-            return super().forward(x * (1000.0 if len(calls) == 1 else 1.0))
 
-    class InPlace(Squares):
-        def forward(self, x):
-            return super().forward(x.mul_(1000.0))
-
-    class Reshaped(Hidden):
-        def forward(self, x):
-            return super().forward(x)[: len(calls)]
-
-    for make, reason in (
-        (Hidden, "its gradients are finite"),
-        (InPlace, "could not be run again: tensor 0 of its arguments, of shape [2, 8]"),
-        (Reshaped, "could not be run again"),
-    ):
-        calls.clear()
-        model, optimizer = set_up(make, "O0")
-        with amp.debug.find_overflow(model, replay=True) as found:
-            skipped(model, optimizer, good_batch() * 1e17)
-        assert reason in note_of(found), str(found)
-        assert not found.causes
-        assert "no cause was found" in str(found)
-        amp.shutdown()
+def test_a_part_of_a_model_is_not_run_again():
     model, optimizer = set_up(Encoder, "O0")
     with amp.debug.find_overflow(model, replay=True) as found:
         backward(model.encode(good_batch() * 1e30).mean(), optimizer)
@@ -348,14 +349,13 @@ def test_what_is_not_run_again():
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 def test_a_replay_runs_no_collective(tmp_path):
-    class Gathering(Squares):
-        def forward(self, x):
-            dist.all_reduce(torch.zeros(1))
-            return super().forward(x)
+    def gather(n, x):
+        dist.all_reduce(torch.zeros(1))
+        return x
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        model, optimizer = set_up(Gathering, "O2")
+        model, optimizer = set_up(changed(gather), "O2")
         with amp.debug.find_overflow(model, replay=True) as found:
             skipped(model, optimizer, bad_batch())
         assert "it calls c10d::allreduce_" in note_of(found)
@@ -413,26 +413,15 @@ def test_a_model_that_is_dropped_is_let_go(bad):
 
 
 def test_a_forward_of_another_thread_is_kept_while_a_step_is_run_again():
-    class Called(Squares):
-        then = None
-
-        def forward(self, x):
-            if self.then is not None:
-                self.then()
-            return super().forward(x)
-
-    model, optimizer = set_up(Called, "O2")
-    outputs, calls = [], []
-
-    def in_another_thread():
-        calls.append(model)
-        if len(calls) == 2:  # the first is the skipped step itself, the second its replay
-            model.then = None
+    def in_another_thread(n, x):
+        if n == 2:  # the first is the skipped step itself, the second its replay
             thread = threading.Thread(target=lambda: outputs.append(model(bad_batch())))
             thread.start()
             thread.join()
+        return x
 
-    model.then = in_another_thread
+    model, optimizer = set_up(changed(in_another_thread), "O2")
+    outputs = []
     with amp.debug.find_overflow(model, replay=True) as found:
         skipped(model, optimizer, bad_batch())
         optimizer.zero_grad()
@@ -443,16 +432,12 @@ def test_a_forward_of_another_thread_is_kept_while_a_step_is_run_again():
 
 
 def test_an_exception_while_it_runs_again_leaves_everything_as_it_was():
-    calls = []
+    def once(n, x):
+        if n == 2:
+            raise KeyboardInterrupt
+        return torch.dropout(x, 0.5, True)
 
-    class Once(Squares):
-        def forward(self, x):
-            calls.append(len(calls))
-            if len(calls) == 2:
-                raise KeyboardInterrupt
-            return super().forward(torch.dropout(x, 0.5, True))
-
-    model, optimizer = set_up(Once, "O2")
+    model, optimizer = set_up(changed(once), "O2")
     model.register_buffer("table", torch.ones(3))
     table = model.table
     with pytest.raises(KeyboardInterrupt), amp.debug.find_overflow(model, replay=True):
@@ -588,30 +573,27 @@ def test_what_forward_writes_is_as_it_was(make):
     assert note_of(found).startswith("run again as it was")
 
 
-def test_a_parameter_that_is_nan():
-    model, optimizer = set_up(Squares, "O2")
+class Recurrent(nn.Module):
+    """Its frozen weights are also in a list that the module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.fc = nn.LSTM(8, 8).requires_grad_(False), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.fc(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "level", "name"), [(Squares, "O2", "fc.weight"), (Recurrent, "O1", "rnn.weight_ih_l0")]
+)
+def test_a_parameter_that_is_nan(make, level, name):
+    model, optimizer = set_up(make, level)
     with torch.no_grad():
-        model.fc.weight[0, 0] = math.nan
+        model.get_parameter(name)[0, 0] = math.nan
     with amp.debug.find_overflow(model, replay=True) as found:
         skipped(model, optimizer, good_batch())
-    assert [(cause.kind, cause.tensor) for cause in found.causes] == [("weights", "fc.weight")], str(found)
-
-
-def test_frozen_weights_that_a_list_holds_too_keep_their_name():
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.fc = nn.LSTM(8, 8).requires_grad_(False), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.fc(self.rnn(x)[0])
-
-    model, optimizer = set_up(Recurrent, "O1")
-    with torch.no_grad():
-        model.rnn.weight_ih_l0[0, 0] = math.nan
-    with amp.debug.find_overflow(model, replay=True) as found:
-        skipped(model, optimizer, good_batch())
-    assert [(cause.kind, cause.tensor) for cause in found.causes] == [("weights", "rnn.weight_ih_l0")], str(found)
+    assert [(cause.kind, cause.tensor) for cause in found.causes] == [("weights", name)], str(found)
 
 
 def test_a_model_that_calls_itself():
@@ -764,16 +746,10 @@ def test_what_only_a_part_was_run_of_is_not_told(caplog):
 
 
 def test_errors_of_the_model_do_not_reach_the_step():
-    calls = []
+    def fail(n, x):
+        return x if n == 1 else {}["table"]
 
-    class Failing(Squares):
-        def forward(self, x):
-            calls.append(None)
-            if len(calls) > 1:
-                raise KeyError("table")
-            return super().forward(x)
-
-    model, optimizer = set_up(Failing, "O2")
+    model, optimizer = set_up(changed(fail), "O2")
     with amp.debug.find_overflow(model, replay=True) as found:
         skipped(model, optimizer, bad_batch())
     assert note_of(found) == "the step could not be run again: KeyError: 'table'"
