@@ -49,8 +49,8 @@ def test_spread_is_the_median_and_95_percent_of_the_values():
 
 
 def test_spread_of_few_values_stays_among_them():
-    assert Spread.of([3.0, 1.0, 2.0])[1:] >= (1.0,)
-    assert Spread.of([3.0, 1.0, 2.0]).high <= 3.0
+    _, low, high = Spread.of([3.0, 1.0, 2.0])
+    assert 1.0 <= low <= high <= 3.0
 
 
 def test_every_variant_is_measured_once_a_round_and_none_always_first():
@@ -363,22 +363,14 @@ def test_the_pictures_compare_with_the_fastest_over_the_same_tensors():
     assert drawn == {"Adam": ("timm", (3.0, 3.0, 3.0))}
 
 
-@pytest.mark.parametrize(
-    ("page", "pictures"),
-    [
-        ("README.md", 1),
-        ("README.zh.md", 1),
-        ("benchmarks/README.md", 6),
-        ("benchmarks/studies/README.md", 1),
-        ("docs/memory.md", 1),
-        ("docs/distributed.md", 1),
-    ],
-)
-def test_each_picture_is_there_for_light_and_for_dark_pages(page, pictures):
+PAGES = "README README.zh benchmarks/README benchmarks/studies/README docs/memory docs/distributed"
+
+
+@pytest.mark.parametrize("page", [f"{name}.md" for name in PAGES.split()])
+def test_each_picture_is_there_for_light_and_for_dark_pages(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     light, dark = (re.findall(rf'="([^"]*)_{theme}\.svg"', text) for theme in ("light", "dark"))
-    assert light == dark
-    assert len(light) == pictures
+    assert light == dark != []
     for path in light:
         for theme in ("light", "dark"):
             assert ((ROOT / page).parent / f"{path}_{theme}.svg").is_file()

@@ -133,13 +133,12 @@ def test_columns_of_a_table_are_apart():
 
 
 def ended_by_an_exception(model, iteration):
-    watching = amp.debug.find_overflow(model)
-    found = watching.__enter__()
-    try:
+    def end():
         iteration()
         raise KeyError
-    except KeyError as error:
-        watching.__exit__(KeyError, error, None)
+
+    with pytest.raises(KeyError), amp.debug.find_overflow(model) as found:
+        end()
     return found
 
 

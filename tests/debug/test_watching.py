@@ -133,7 +133,6 @@ def test_what_watching_costs(make):
     with SIMULATOR.count() as watched, amp.debug.find_overflow(model) as found:
         iterate(model, optimizer)
     operators = found.reports[0].operators
-    print(make.__name__, alone.launches, watched.launches, alone.syncs, watched.syncs, operators)
     gradients = len(list(model.parameters()))
     assert watched.launches - alone.launches <= 1.3 * operators + gradients
     assert watched.syncs - alone.syncs <= 1.1 * operators

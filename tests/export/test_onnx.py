@@ -314,10 +314,6 @@ def test_what_the_exporter_gets(tmp_path, installed, monkeypatch, level, dtype):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     got = []
 
-    class Program:
-        def save(self, path):
-            path.touch()
-
     def exporter(exported, args, **options):
         got.append((exported, args))
         with torch.no_grad():

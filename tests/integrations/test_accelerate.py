@@ -33,11 +33,15 @@ NOT_ON_CPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="accelerate has no 
 PLACE = {"cpu": True} if DEVICE.type == "cpu" else {}
 
 
+def _reset():
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_state():
     yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    _reset()
 
 
 def apex(level="O1", *, steps=1, **options):
@@ -140,12 +144,8 @@ def test_a_fused_optimizer_is_torchs(clip):
     [
         ("O4", "bf16"),
         ("O5", "bf16"),
-        pytest.param(
-            "O1", "fp16", marks=pytest.mark.skipif(DEVICE.type == "cpu", reason="accelerate has no fp16 here")
-        ),
-        pytest.param(
-            "O2", "fp16", marks=pytest.mark.skipif(DEVICE.type == "cpu", reason="accelerate has no fp16 here")
-        ),
+        pytest.param("O1", "fp16", marks=NOT_ON_CPU),
+        pytest.param("O2", "fp16", marks=NOT_ON_CPU),
     ],
 )
 def test_a_level_is_near_accelerates_own_mixed_precision(level, precision, clip):
@@ -162,11 +162,6 @@ def test_a_level_is_near_accelerates_own_mixed_precision(level, precision, clip)
     train(ours, our_model, optimizer, xs=batches(8), clip=clip)
     assert distance(our_model, model) <= 5e-3
     assert distance(our_model, model32) > 1e-5
-
-
-def _reset():
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

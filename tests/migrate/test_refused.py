@@ -43,6 +43,7 @@ OPTIONS = {
 }
 SPLIT = "from torch.utils.data import random_split\npoints, others = random_split(all_points, [8, 2])\n"
 FSDP = "from torch.distributed.fsdp import FullyShardedDataParallel\nmodel = FullyShardedDataParallel(model)\n"
+BCE = "criterion = torch.nn.BCELoss()\nfor x in data:\n    "
 ITERABLE = "class Lines(torch.utils.data.IterableDataset):\n    pass\npoints = Lines()\n"
 TWICE = 'with torch.autocast("cuda"):\n    with torch.autocast("cuda"):\n        y = 1\n'
 # What a part of the program becomes, or what follows it; the place, the rule and words of what is said.
@@ -73,6 +74,8 @@ CHANGES = {
     TRAINING: [
         ("SGD(model.parameters(), 0.1)", "LBFGS(model.parameters())", "2:13 A353 LBFGS"),
         ("torch.optim.SGD(model.parameters(), 0.1)", "getattr(torch.optim, name)(net)", "7:5 A351 optimizer is made"),
+        ("opt", "if resume:\n    optimizer = load()\nelse:\n    opt", "5:5 A351 optimizer is also assigned"),
+        ("for x in data:\n    loss = model(x)", BCE + "loss = compute(criterion, model(x))", "5:20 A354 a BCELoss"),
         ("SGD(model", "SGD(trainer.model", "2:13 A352 trainer.model"),
         ("for x", "model = model.to(device)\nfor x", "3:9 A352 model is moved"),
         ("for x", "penalty = torch.autograd.grad(loss, inputs)\nfor x", "3:11 A353 torch.autograd.grad"),

@@ -99,18 +99,8 @@ _ENV = {
     "MASTER_PORT": "{port}",
 }
 _APEX_IMAGENET = (
-    "main_amp.py",
-    ".",
-    "-j",
-    "0",
-    "-p",
-    "1",
-    "-b",
-    "8",
-    "--epochs",
-    "1",
-    "--deterministic",
-    "--opt-level",
+    *("main_amp.py", ".", "-j", "0", "-p", "1", "-b", "8"),
+    *("--epochs", "1", "--deterministic", "--opt-level"),
 )
 
 SCRIPTS = (
