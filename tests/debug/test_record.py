@@ -36,21 +36,18 @@ def row_of(recorded, kind, phase, module):
 
 
 def started(make=Small, level="O0", scale=64.0, optimizer=torch.optim.SGD):
-    """A model under amp, and a batch."""
+    """A model, under amp unless ``scale`` is None, and a batch."""
     torch.manual_seed(3)
     model, x = make().to(DEVICE), torch.randn(5, 6).to(DEVICE)
-    made = optimizer(model.parameters(), lr=1.0)
-    return *amp.initialize(model, made, opt_level=level, loss_scale=scale, verbosity=0), x
+    optimizer = optimizer(model.parameters(), lr=1.0)
+    if scale is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    return model, optimizer, x
 
 
 def iteration(path, scale=None, **options):
     """A step of ``Small``, whose loss is the sum of its outputs."""
-    torch.manual_seed(3)
-    model, x = Small(), torch.randn(5, 6).to(DEVICE)
-    model.to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    if scale:
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=scale, verbosity=0)
+    model, optimizer, x = started(scale=scale)
     values = [p.detach().cpu().double() for p in model.parameters()]
     with amp.debug.record(path, model, **options) as recorded:
         loss = model(x).sum()

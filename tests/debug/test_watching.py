@@ -13,6 +13,7 @@ import sys
 import warnings
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from covering import by_turns
@@ -35,6 +36,10 @@ def hooks_of_torch():
     )
 
 
+def hooks_of(model):
+    return [(list(m._forward_hooks), list(m._forward_pre_hooks)) for m in model.modules()]
+
+
 def set_up(make, level, optimizer=optimizers.NpuFusedAdam, **options):
     torch.manual_seed(1)
     model = make().to(DEVICE)
@@ -44,16 +49,18 @@ def set_up(make, level, optimizer=optimizers.NpuFusedAdam, **options):
 
 def train(model, optimizer, steps, watched=(), context=amp.debug.find_overflow):
     """What iterations leave, of which some are ``watched`` by ``context``: values, random numbers, reports."""
-    seen = []
+    seen, hooks = [], hooks_of(model)
+    random.seed(3), np.random.seed(3)
     for step in range(steps):
         with context(model) if step in watched else nullcontext() as found:
             iterate(model, optimizer)
         seen += [found] * (step in watched)
+    assert hooks_of(model) == hooks
     left = [p.detach().cpu().clone() for p in (*model.parameters(), *amp.master_params(optimizer))]
     left += [b.detach().cpu().clone() for b in model.buffers()]
     left += [t.cpu() for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    states = [torch.get_rng_state(), random.getstate(), amp.last_step(optimizer), json.dumps(amp.state_dict())]
-    return left, states, seen
+    states = [torch.get_rng_state(), random.getstate(), float(np.random.rand())]
+    return left, [*states, amp.last_step(optimizer), json.dumps(amp.state_dict())], seen
 
 
 def iterate(model, optimizer):
