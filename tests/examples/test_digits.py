@@ -2,21 +2,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The example is what people run first: it learns, resumes bit for bit, and answers mistakes with one line."""
 
-import os
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from example_runs import differences
-from processes import HANG_TIMEOUT
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICK = ["--device", "cpu", "--samples", "192", "--epochs", "4"]
 O2 = ["--opt-level", "O2", "--combine-grad"]
 
@@ -74,8 +70,7 @@ def load(path: Path) -> dict:
 
 # Runs the example until its second checkpoint is written but not yet in the place of the first, and kills it, hard.
 KILLED = """
-import os, signal, sys
-import digits
+import os, signal
 
 replace, checkpoints = os.replace, []
 
@@ -86,17 +81,7 @@ def replace_or_die(*paths):
     replace(*paths)
 
 os.replace = replace_or_die
-sys.exit(digits.main())
 """
-
-
-def kill_in_second_checkpoint(path: Path, options: list[str]) -> None:
-    command = [sys.executable, "-c", KILLED, *QUICK, *options, "--save", str(path)]
-    plot = ["--plot", str(path.with_suffix(".png"))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])}
-    killed = subprocess.run([*command, *plot], env=environment, capture_output=True, text=True, timeout=HANG_TIMEOUT)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert len(load(path)["history"]["test_losses"]) == 1
 
 
 @pytest.mark.slow
@@ -110,9 +95,12 @@ def kill_in_second_checkpoint(path: Path, options: list[str]) -> None:
     ],
     ids=" ".join,
 )
-def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(run, tmp_path, options):
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(start_example, run, tmp_path, options):
     whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
-    kill_in_second_checkpoint(killed, options)
+    arguments = [*QUICK, *options, "--save", str(killed), "--plot", str(tmp_path / "killed.png")]
+    done = start_example("digits.py", *arguments, before=KILLED)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(load(killed)["history"]["test_losses"]) == 1
     assert run(*options, "--save", str(whole))[0] == 0
     assert run(*options, "--save", str(killed), "--resume", str(killed))[0] == 0
 
