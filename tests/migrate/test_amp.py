@@ -24,12 +24,6 @@ PROGRAMS = sorted((Path(__file__).parent / "training").glob("*.py"))
 SELECT = ("D", "X", "O") if DEVICE.type == "npu" else ("X", "O")
 
 
-@pytest.fixture(autouse=True)
-def no_amp_afterwards():
-    yield
-    amp.shutdown()
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
 def test_a_program_trains_with_amp(program, level, tmp_path, monkeypatch):

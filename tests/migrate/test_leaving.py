@@ -17,12 +17,6 @@ SECTION = TEXT.partition("## Leaving for torch.amp\n")[2].partition("\n## ")[0]
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", SECTION, flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture(autouse=True)
-def no_amp_afterwards():
-    yield
-    amp.shutdown()
-
-
 def weights(names):
     return [parameter.detach().cpu().clone() for parameter in names["model"].parameters()]
 

@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+from migrate.test_refused import PARALLEL
 
 from apex_npu.__main__ import main
 from apex_npu.migrate import Options, plan, rewrite
@@ -136,17 +137,7 @@ for x in data:
     scaler.step(opt)
     scaler.update()
 """
-SAMPLED = """import torch
-model = torch.nn.Linear(2, 1)
-opt = torch.optim.Adam(model.parameters())
-data = torch.utils.data.DataLoader(points, 8)
-for epoch in range(3):
-    for x in data:
-        loss = model(x).sum()
-        loss.backward()
-        opt.step()
-torch.save(epoch, path)
-"""
+SAMPLED = PARALLEL + "torch.save(epoch, path)\n"
 
 
 @pytest.mark.parametrize(
