@@ -241,7 +241,7 @@ def test_without_a_floor_nothing_is_blamed(files, tmp_path):
     assert {row.ratio for row in found.rows} == {row.floor for row in found.rows} == {None}
 
 
-def test_below_the_resolution_it_says_so(files, tmp_path):
+def test_below_the_resolution_it_says_so(files):
     found = amp.debug.compare(files["O0"], files["O5"], floor=files["O5"])
     said = re.match(r"no row diverges; .*: forward (\S+), backward (\S+), after backward (\S+)\n", str(found))
     coarse = [float(number) for number in said.groups()]

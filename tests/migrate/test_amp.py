@@ -12,9 +12,9 @@ import pytest
 import torch
 from devices import DEVICE, require
 from migrate import golden
+from migrate.test_command import migrate
 
 from apex_npu import amp, optimizers
-from apex_npu.__main__ import main
 from apex_npu.migrate import Options, plan, rewrite
 from apex_npu.migrate.amp.check import LEVELS
 from apex_npu.migrate.rules.tables import FUSED, FUSED_KEYWORDS
@@ -278,16 +278,16 @@ def test_arguments_of_optimizers(name):
 def test_the_command_puts_amp_in(tmp_path, capsys):
     (tmp_path / "script.py").write_text(SCRIPT)
     arguments = ["--amp", "O2", "--amp-args", "loss_scale=128.0, verbosity=0", "--ignore", "O", "--write", "--backup"]
-    assert main(["migrate", *arguments, str(tmp_path)]) == 0
+    assert migrate(*arguments, tmp_path) == 0
     written = (tmp_path / "script.py").read_text()
     assert 'amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)' in written
-    assert main(["migrate", *arguments[:-2], "--check", str(tmp_path)]) == 0  # a second run changes nothing
+    assert migrate(*arguments[:-2], "--check", tmp_path) == 0  # a second run changes nothing
     assert "1 notes" in capsys.readouterr().out
 
 
 def test_the_command_says_why_amp_stays_out(tmp_path, capsys):
     (tmp_path / "script.py").write_text(SCRIPT.replace("model.parameters", "args.model.parameters"))
-    assert main(["migrate", "--amp", "O1", "--ignore", "O", str(tmp_path)]) == 1
+    assert migrate("--amp", "O1", "--ignore", "O", tmp_path) == 1
     assert "A352 refused  the model is args.model" in capsys.readouterr().out
 
 
@@ -306,11 +306,7 @@ def test_the_command_says_why_amp_stays_out(tmp_path, capsys):
 )
 def test_wrong_usage(arguments, message, tmp_path, capsys):
     (tmp_path / "script.py").write_text(SCRIPT)
-    try:
-        status = main(["migrate", *arguments, str(tmp_path)])
-    except SystemExit as left:
-        status = left.code
-    assert status == 2
+    assert migrate(*arguments, tmp_path) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "script.py").read_text() == SCRIPT
 
