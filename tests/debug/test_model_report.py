@@ -324,6 +324,8 @@ def test_registered_and_disabled_casts_count():
     found = report.levels["O1"].tally
     dtypes = {(f.module, f.operator): f.dtype for f in found.calls if f.phase == "forward"}
     assert dtypes == {("wide", "addmm"): torch.float32, ("low", "addmm"): torch.float16, ("", "mul"): torch.float32}
+    # Forward and the gradient of the weight; the input of the second layer has a gradient, too.
+    assert [found.flops_in(dtype) for dtype in (torch.float32, torch.float16)] == [2 * 64, 3 * 64]
     assert "FLOPs that O1 keeps in float32, 40 %:" in str(report)
 
 
