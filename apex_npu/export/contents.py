@@ -102,7 +102,7 @@ def _describe_optimizer(value: Mapping[str, Any]) -> str:
     count = sum(len(group["params"]) for group in groups)
     steps = {"in its groups, as NVIDIA's optimizers count": any("step" in group for group in groups)}
     steps["in each state, as torch.optim counts"] = "step" in names
-    where = " and ".join(text for text, is_there in steps.items() if is_there) or "nowhere"
+    where = ", and ".join(text for text, is_there in steps.items() if is_there) or "nowhere"
     masters = ", float32 masters" if "master_param" in names else ""
     return (
         f"optimizer: {rule} ({', '.join(sorted(names)) or 'stateless'}), {len(entries)} of {count} parameters have "
